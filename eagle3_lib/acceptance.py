@@ -1,0 +1,91 @@
+"""Acceptance: rounds, counts, curves and their intervals, in one set of definitions.
+
+A round is one draft-and-verify step; ``accepted`` is the list of accepted draft tokens in each round of one request.
+accepted[i] = rounds in which position i was accepted; rate at position i = accepted[i] / rounds (never increasing);
+conditional rate c_i = accepted[i] / accepted[i-1]; acceptance rate = accepted / drafted, without the bonus token;
+mean acceptance length = 1 + accepted / rounds.
+
+Intervals resample requests, not tokens: tokens of one request correlate, and an interval by token is several times too
+narrow.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+RESAMPLES = 2000
+
+
+def position_counts(rounds: Sequence[int], positions: int) -> np.ndarray:
+    """[positions] rounds in which each position was accepted."""
+    return (np.asarray(rounds, dtype=int)[:, None] > np.arange(positions)).sum(0)
+
+
+def request_counts(requests: Sequence[Sequence[int]], positions: int) -> np.ndarray:
+    """[requests, 1 + positions] the number of rounds, then the accepted count of each position."""
+    return np.array([[len(rounds), *position_counts(rounds, positions)] for rounds in requests], dtype=float)
+
+
+def curve(counts: np.ndarray) -> np.ndarray:
+    """Rate at each position from counts [..., requests, 1 + positions]."""
+    total = counts.sum(-2)
+    return total[..., 1:] / total[..., :1]
+
+
+def mean_length(counts: np.ndarray) -> np.ndarray:
+    return 1 + curve(counts).sum(-1)
+
+
+def acceptance_rate(counts: np.ndarray) -> np.ndarray:
+    return curve(counts).mean(-1)
+
+
+def conditional(rates: Sequence[float]) -> list[float | None]:
+    """c_i = rate_i / rate_(i-1); None where position i-1 was never accepted."""
+    before = [1.0, *rates[:-1]]
+    return [float(rate / base) if base else None for rate, base in zip(rates, before, strict=True)]
+
+
+def bootstrap(statistic: Callable[..., np.ndarray], *samples: np.ndarray, seed: int = 0, level: float = 0.95) -> dict:
+    """Value and percentile interval of a statistic, resampling requests.
+
+    Args:
+        statistic: takes each sample resampled, [resamples, requests, ...], and reduces the requests axis (-2, or -1 for
+            one-dimensional samples).
+        samples: arrays whose first axis is requests; all of one length, resampled together (paired).
+    Returns:
+        {"value", "low", "high", "n"}: floats, or lists for a statistic with several values.
+    """
+    requests = len(samples[0])
+    draws = np.random.default_rng(seed).integers(0, requests, (RESAMPLES, requests))
+    resampled = statistic(*(np.asarray(sample)[draws] for sample in samples))
+    tail = (1 - level) / 2
+    low, high = np.nanquantile(resampled, [tail, 1 - tail], axis=0)
+    value = statistic(*(np.asarray(sample)[None] for sample in samples))[0]
+    return {"value": _plain(value), "low": _plain(low), "high": _plain(high), "n": requests}
+
+
+def _plain(value) -> float | list[float]:
+    return np.asarray(value, dtype=float).round(6).tolist()
+
+
+def summary(requests: Sequence[Sequence[int]], positions: int) -> dict:
+    """Everything a report says about one run's acceptance; ``requests`` holds the accepted counts by request."""
+    counts = request_counts(requests, positions)
+    rates = curve(counts)
+    return {
+        "requests": len(requests),
+        "rounds": int(counts[:, 0].sum()),
+        "positions": positions,
+        "accepted": counts[:, 1:].sum(0).astype(int).tolist(),
+        "curve": bootstrap(curve, counts),
+        "conditional": conditional(rates.tolist()),
+        "acceptance_rate": bootstrap(acceptance_rate, counts),
+        "mean_length": bootstrap(mean_length, counts),
+    }
+
+
+def paired_length_difference(ours: Sequence[Sequence[int]], others: Sequence[Sequence[int]], positions: int) -> dict:
+    """Mean acceptance length of ``ours`` minus ``others`` over the same requests, with a paired interval."""
+    pair = request_counts(ours, positions), request_counts(others, positions)
+    return bootstrap(lambda a, b: mean_length(a) - mean_length(b), *pair)

@@ -1,0 +1,227 @@
+"""The EAGLE-3 drafter: one torch module that training, replay and export all run.
+
+The layer follows EAGLE-3 (Li et al., 2025, https://arxiv.org/abs/2503.01840) as vLLM serves it
+(vllm/model_executor/models/llama_eagle3.py, 0.16 to 0.33)::
+
+    h      = fc(concat of the target's residual stream at the boundaries)         once, step 0
+    x      = concat(input_layernorm(embed(token)), hidden_norm(h))                embedding first
+    h'     = r + attention(x)          r = h, or hidden_norm(h) with norm_before_residual
+    h''    = h' + mlp(post_attention_layernorm(h'))
+    logits = lm_head(norm(h''))        over the draft vocabulary
+    h      = h'' for the next step     or norm(h'') with norm_output
+
+Slots and steps. For a text x[0..T), slot t holds the features at position t. Step k at slot t embeds x[t+1+k], sits at
+rope position t+k and predicts x[t+2+k]. A query at (slot t, step k) attends to step 0 of all slots up to t and to steps
+1..k of its own slot: the keys an engine holds when it starts drafting at t, because the drafter's own states of earlier
+rounds are replaced by true ones after each verification. So one pass over all slots is both training-time test and an
+exact replay of every draft that an engine could have made.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Sizes and serving switches of a drafter. ``boundaries``: residual streams after that many target layers."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    boundaries: tuple[int, ...]
+    rms_norm_eps: float = 1e-5
+    rope_parameters: dict = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    max_position_embeddings: int = 2048
+    attention_bias: bool = False
+    norm_before_residual: bool = False  # the residual of attention is the normed hidden state (speculators' default)
+    norm_output: bool = False  # feed the normed hidden state to the next step ("EAGLE-3.1")
+    fc_norm: bool = False  # one RMSNorm for each boundary before fc
+    norm_before_fc: bool = False  # one RMSNorm over the concatenated boundaries before fc
+    own_embedding: bool = False  # the checkpoint carries embed_tokens; otherwise the target's are shared
+
+    @property
+    def feature_size(self) -> int:
+        return len(self.boundaries) * self.target_hidden_size
+
+    def llama(self) -> LlamaConfig:
+        """The same sizes for transformers' rope and MLP classes."""
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            rope_parameters=dict(self.rope_parameters),
+            max_position_embeddings=self.max_position_embeddings,
+        )
+
+    def with_(self, **changes) -> "DrafterConfig":
+        return replace(self, **changes)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        bias, inputs = config.attention_bias, 2 * config.hidden_size
+        self.q_proj = nn.Linear(inputs, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """x [B, S, 2H] of one step; ``cache`` holds keys and values of earlier steps, and this step's are appended."""
+        batch, slots, _ = x.shape
+        query = self.q_proj(x).view(batch, slots, self.heads, self.head_dim).transpose(1, 2)
+        key = self.k_proj(x).view(batch, slots, self.kv_heads, self.head_dim).transpose(1, 2)
+        value = self.v_proj(x).view(batch, slots, self.kv_heads, self.head_dim).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *rope)
+        groups = self.heads // self.kv_heads
+        cache.append((key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)))
+        mixed = lattice_attention(query, cache)
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, slots, -1))
+
+
+def lattice_attention(query: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attention of one step: causal over step 0, and the own slot only in each later step.
+
+    With 4 slots, a query of step 2 (rows: slots) sees::
+
+        step 0      step 1      step 2
+        x . . .     x . . .     x . . .
+        x x . .     . x . .     . x . .
+        x x x .     . . x .     . . x .
+        x x x x     . . . x     . . . x
+
+    Args:
+        query: [B, heads, S, d].
+        cache: (keys, values), each [B, heads, S, d], of steps 0..k.
+    """
+    slots, scale = query.shape[2], query.shape[3] ** -0.5
+    (keys, values), own = cache[0], cache[1:]
+    scores = query @ keys.transpose(2, 3) * scale
+    future = torch.ones(slots, slots, dtype=torch.bool, device=query.device).triu(1)
+    scores = scores.masked_fill(future, float("-inf"))
+    own_scores = [(query * key).sum(-1, keepdim=True) * scale for key, _ in own]
+    weights = torch.cat([scores, *own_scores], -1).float().softmax(-1).to(query.dtype)
+    mixed = weights[..., :slots] @ values
+    for index, (_, value) in enumerate(own):
+        mixed = mixed + weights[..., slots + index, None] * value
+    return mixed
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = LlamaMLP(config.llama())
+
+    def forward(self, embeds: Tensor, hidden: Tensor, rope, cache) -> Tensor:
+        """embeds, hidden [B, S, H] -> the residual stream after the layer [B, S, H]."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        hidden = residual + self.self_attn(torch.cat([self.input_layernorm(embeds), normed], -1), rope, cache)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Drafter(nn.Module):
+    """Parameters are NaN until a checkpoint or :meth:`initialise` fills them, so a forgotten tensor shows at once.
+
+    Buffers ``d2t`` [draft vocab] int64 (offsets: target id = draft id + d2t[draft id]) and ``t2d`` [vocab] bool.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        if config.fc_norm:
+            norms = (nn.RMSNorm(config.target_hidden_size, eps=config.rms_norm_eps) for _ in config.boundaries)
+            self.fc_norm = nn.ModuleList(norms)
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(config.feature_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList([DecoderLayer(config)])
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = LlamaRotaryEmbedding(config.llama())
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, float("nan"))
+        self.embed_tokens.requires_grad_(False)  # copied from the target and frozen, as every EAGLE-3 trainer does
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Fix the draft vocabulary to ``target_ids`` (ascending, one for each draft id)."""
+        self.d2t.copy_(target_ids - torch.arange(len(target_ids)))
+        self.t2d.zero_()
+        self.t2d[target_ids] = True
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[draft vocab] the target's id of each draft id."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def initialise(self, seed: int = 0) -> None:
+        """Fresh weights: normal(0, 0.02) matrices, unit norms. The embedding is left to be shared from the target."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name.startswith("embed_tokens"):
+                continue
+            with torch.no_grad():
+                if parameter.dim() > 1:
+                    parameter.normal_(0, 0.02, generator=generator)
+                else:
+                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    def share_embedding(self, weight: Tensor) -> None:
+        """Use the target's embedding [vocab, H] unless the checkpoint brought its own."""
+        if not self.config.own_embedding:
+            self.embed_tokens.weight = nn.Parameter(weight.to(self.fc.weight.dtype), requires_grad=False)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Features [..., boundaries x Ht], in the order of ``config.boundaries`` -> hidden state [..., H]."""
+        if self.config.fc_norm:
+            parts = features.unflatten(-1, (len(self.config.boundaries), -1)).unbind(-2)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        return self.fc(features)
+
+    def unroll(self, features: Tensor, token_ids: Tensor, steps: int) -> Iterator[Tensor]:
+        """Run ``steps`` drafting steps at every slot at once; the tokens embedded are the text's own.
+
+        Args:
+            features: [B, T, boundaries x Ht] of the target for ``token_ids``; padded on the right.
+            token_ids: [B, T]; tokens past the text's end may be anything, and so are the logits that embed them.
+            steps: K.
+        Yields:
+            for k = 0..K-1: logits [B, T-1, draft vocab]; row t predicts x[t+2+k].
+        """
+        slots = token_ids.shape[1] - 1
+        hidden = self.fuse(features[:, :slots].to(self.fc.weight.dtype))
+        padded = nn.functional.pad(token_ids, (0, steps))
+        positions = torch.arange(slots, device=token_ids.device)[None]
+        caches: list[list] = [[] for _ in self.layers]
+        for step in range(steps):
+            embeds = self.embed_tokens(padded[:, 1 + step : 1 + step + slots])
+            rope = self.rotary(hidden, positions + step)
+            for layer, cache in zip(self.layers, caches, strict=True):
+                hidden = layer(embeds, hidden, rope, cache)
+            normed = self.norm(hidden)
+            yield self.lm_head(normed)
+            if self.config.norm_output:
+                hidden = normed
