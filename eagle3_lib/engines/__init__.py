@@ -1,0 +1,1 @@
+"""Serving engines: each runs in a subprocess under its own interpreter and is spoken to over HTTP."""

@@ -1,0 +1,158 @@
+"""What all engines share: launch in an own process group, readiness by a real completion, clean end, completions.
+
+Servers are context managers that live inside one notebook cell: they end with the cell, whether it ends well, fails or
+is interrupted, and with the kernel, however that dies.
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import openai
+
+from ..errors import Eagle3Error
+from ..process import end_group
+from ..provenance import short_path
+
+LOG_LINES_SHOWN = 25
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running engine. ``model``: the name to ask for; ``load_s``: from launch to the first completion."""
+
+    url: str
+    model: str
+    engine: str
+    version: str
+    load_s: float = 0.0
+
+    def client(self, timeout_s: float = 600) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=timeout_s, max_retries=0)
+
+
+@dataclass
+class Completion:
+    """One answer, as token ids from the server.
+
+    accepted, drafted: counts of each speculation round (None from a server that does not speculate or does not tell).
+    seconds: from sending the request to the last chunk; first_token_s: to the first token.
+    """
+
+    prompt_ids: list[int]
+    output_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    seconds: float = 0.0
+    first_token_s: float = 0.0
+    accepted: list[int] | None = None
+    drafted: list[int] | None = None
+
+
+def pick_port(port: int) -> int:
+    """``port`` if it is free, or any free one for 0.
+
+    Raises:
+        Eagle3Error: the port is in use.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise Eagle3Error(f"port: found {port} in use ({error.strerror}), expected a free port, or 0 to pick one") from error
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def launch(command: list[str], env: dict[str, str], log: Path, server: Server, timeout_s: int) -> Iterator[Server]:
+    """Start a server, yield it when it has answered a real completion, end it and all its processes afterwards.
+
+    Raises:
+        Eagle3Error: it died or did not answer in time; the last lines of its log are in the message.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    supervised = [sys.executable, "-m", "eagle3_lib.process", "--group", *command]
+    started = time.monotonic()
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            supervised, env=os.environ | env, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
+        )
+    try:
+        _wait_ready(process, server, log, started + timeout_s)
+        yield Server(server.url, server.model, server.engine, server.version, round(time.monotonic() - started, 1))
+    finally:
+        end_group(process.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2)
+
+
+def _wait_ready(process: subprocess.Popen, server: Server, log: Path, deadline: float) -> None:
+    print(f"starting {server.engine} {server.version} (log: {short_path(log)})", flush=True)
+    told = time.monotonic()
+    while True:
+        if process.poll() is not None:
+            raise Eagle3Error(f"{server.engine} ended with code {process.returncode} while loading.\n{log_tail(log)}")
+        if time.monotonic() > deadline:
+            raise Eagle3Error(f"{server.engine} has not answered in start_timeout_s.\n{log_tail(log)}")
+        if time.monotonic() - told > 15:
+            told = time.monotonic()
+            print("  still loading", flush=True)
+        try:
+            if httpx.get(f"{server.url}/health", timeout=2).status_code == 200:
+                left = max(5.0, deadline - time.monotonic())
+                server.client(left).completions.create(model=server.model, prompt="Hello", max_tokens=1)
+                return
+        except (httpx.HTTPError, openai.APIConnectionError):
+            pass
+        except openai.APIStatusError as error:
+            raise Eagle3Error(f"{server.engine} refused a first completion: {error}.\n{log_tail(log)}") from error
+        time.sleep(0.25)
+
+
+def log_tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join([f"Last lines of {short_path(log)}:", *(f"  {line}" for line in lines[-LOG_LINES_SHOWN:])])
+
+
+def complete(server: Server, prompt_ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0) -> Completion:
+    """One streamed completion of token ids; what the server says of its speculation rounds comes with its last chunk.
+
+    Raises:
+        Eagle3Error: the server gave no token ids, or an error.
+    """
+    started, result = time.monotonic(), Completion(prompt_ids)
+    try:
+        stream = server.client().completions.create(
+            model=server.model,
+            prompt=prompt_ids,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"return_token_ids": True},
+        )
+        for chunk in stream:
+            now = time.monotonic() - started
+            for choice in chunk.choices:
+                ids = (choice.model_extra or {}).get("token_ids") or []
+                if ids and not result.output_ids:
+                    result.first_token_s = now
+                result.output_ids += ids
+                result.finish_reason = choice.finish_reason or result.finish_reason
+                result.seconds = now
+            rounds = ((chunk.model_extra or {}).get("metrics") or {}).get("speculative_decoding")
+            if rounds:
+                result.accepted, result.drafted = rounds["per_step_accepted"], rounds["per_step_drafted"]
+    except (openai.APIError, httpx.HTTPError) as error:
+        raise Eagle3Error(f"{server.engine} {server.version} failed a completion: {error}") from error
+    if not result.output_ids:
+        raise Eagle3Error(f"{server.engine} {server.version} returned no token ids; expected them (return_token_ids)")
+    return result

