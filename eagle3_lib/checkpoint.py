@@ -66,7 +66,36 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def parse_config(raw: dict, where: str, target_layers: int | None, own_embedding: bool) -> tuple[DrafterConfig, list[str]]:
+@dataclass(frozen=True)
+class Survey:
+    """A folder as it is: its config.json, the shape of every tensor by its name in the drafter module, d2t, the format."""
+
+    raw: dict
+    shapes: dict[str, tuple[int, ...]]
+    d2t: Tensor | None
+    naming: str
+    format: str
+
+
+def survey(folder: str | Path) -> Survey:
+    """Look at a drafter folder without judging it and without reading its weights."""
+    folder = project_path(folder)
+    raw, shapes, d2t = read_config(folder), {}, None
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+                d2t = file.get_tensor("d2t") if "d2t" in file.keys() else d2t
+        except (SafetensorError, OSError) as error:
+            raise Eagle3Error(f"{short_path(path)}: not a whole safetensors file: {error}") from error
+    naming = "midlayer" if any(name.startswith("midlayer.") for name in shapes) else "layers.0"
+    shapes = {name.replace("midlayer.", "layers.0.", 1): shape for name, shape in shapes.items()}
+    return Survey(raw, shapes, d2t, naming, f"{naming}.*")
+
+
+def parse_config(
+    raw: dict, where: str, target_layers: int | None, own_embedding: bool
+) -> tuple[DrafterConfig, list[str]]:
     """The drafter's config from its config.json, and the conversions made.
 
     Args:
@@ -86,7 +115,9 @@ def parse_config(raw: dict, where: str, target_layers: int | None, own_embedding
         boundaries = tuple(raw[IDS])
     elif nested.get(IDS):
         boundaries = tuple(i + 1 for i in nested[IDS])
-        notes.append(f"eagle_config.{IDS} {nested[IDS]} are ids of layers whose output is taken: boundaries {list(boundaries)}")
+        notes.append(
+            f"eagle_config.{IDS} {nested[IDS]} are ids of layers whose output is taken: boundaries {list(boundaries)}"
+        )
     elif target_layers:
         boundaries = default_boundaries(target_layers)
         notes.append(f"no {IDS}: the engines' default for {target_layers} layers, boundaries {list(boundaries)}")
@@ -96,7 +127,11 @@ def parse_config(raw: dict, where: str, target_layers: int | None, own_embedding
     rope = raw.get("rope_parameters")
     if rope is None:
         scaling = {key: value for key, value in (raw.get("rope_scaling") or {}).items()}
-        rope = {"rope_type": scaling.pop("type", "default"), **scaling, "rope_theta": float(raw.get("rope_theta", 10000.0))}
+        rope = {
+            "rope_type": scaling.pop("type", "default"),
+            **scaling,
+            "rope_theta": float(raw.get("rope_theta", 10000.0)),
+        }
         if "rope_theta" not in raw:
             notes.append("no rope_theta: 10000, as every engine assumes")
     config = DrafterConfig(
@@ -131,7 +166,9 @@ def load(folder: str | Path, target_layers: int | None = None, dtype: torch.dtyp
     """
     folder = project_path(folder)
     raw, tensors = read_config(folder), read_tensors(folder)
-    config, notes = parse_config(raw, short_path(folder / "config.json"), target_layers, "embed_tokens.weight" in tensors)
+    config, notes = parse_config(
+        raw, short_path(folder / "config.json"), target_layers, "embed_tokens.weight" in tensors
+    )
     if any(name.startswith("midlayer.") for name in tensors):
         tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
         notes.append("tensor names midlayer.* (SafeAILab EAGLE, SpecForge)")
@@ -147,7 +184,9 @@ def load(folder: str | Path, target_layers: int | None = None, dtype: torch.dtyp
         tensors["t2d"] = torch.ones(config.vocab_size, dtype=torch.bool)
         notes.append("no d2t: the draft vocabulary is the target's")
     drafter = Drafter(config)
-    _check_tensors(tensors, drafter.state_dict(), where, optional=() if config.own_embedding else ("embed_tokens.weight",))
+    _check_tensors(
+        tensors, drafter.state_dict(), where, optional=() if config.own_embedding else ("embed_tokens.weight",)
+    )
     drafter.load_state_dict(tensors, strict=False)
     return Loaded(drafter.to(dtype), raw, notes)
 
@@ -169,7 +208,9 @@ def check_vocabulary(d2t: Tensor, t2d: Tensor | None, config: DrafterConfig, whe
         raise Eagle3Error(f"{where}: t2d marks {int(t2d.sum())} tokens that are not the {len(ids)} target ids of d2t")
 
 
-def _check_tensors(found: dict[str, Tensor], expected: dict[str, Tensor], where: str, optional: tuple[str, ...]) -> None:
+def _check_tensors(
+    found: dict[str, Tensor], expected: dict[str, Tensor], where: str, optional: tuple[str, ...]
+) -> None:
     expected = {name: tensor for name, tensor in expected.items() if not name.startswith(NOT_STORED)}
     if unknown := sorted(found.keys() - expected.keys()):
         raise Eagle3Error(f"{where}: unknown tensors {unknown}; the config's switches name {len(expected)} others")
@@ -177,7 +218,9 @@ def _check_tensors(found: dict[str, Tensor], expected: dict[str, Tensor], where:
         raise Eagle3Error(f"{where}: missing tensors {missing}")
     for name, tensor in found.items():
         if tensor.shape != expected[name].shape:
-            raise Eagle3Error(f"{where}: {name}: found shape {list(tensor.shape)}, expected {list(expected[name].shape)}")
+            raise Eagle3Error(
+                f"{where}: {name}: found shape {list(tensor.shape)}, expected {list(expected[name].shape)}"
+            )
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise Eagle3Error(f"{where}: {name}: found NaN or infinite values")
 
@@ -190,9 +233,13 @@ def check_fits(config: DrafterConfig, target_config, drafter: str, target: str) 
         ("vocab_size", config.vocab_size, target_config.vocab_size),
     ):
         if found != expected:
-            raise Eagle3Error(f"{drafter}/config.json: {name}: found {found}, expected {expected} as in the target {target}")
+            raise Eagle3Error(
+                f"{drafter}/config.json: {name}: found {found}, expected {expected} as in the target {target}"
+            )
     if not all(0 <= b <= layers for b in config.boundaries):
-        raise Eagle3Error(f"{drafter}/config.json: {IDS}: found {list(config.boundaries)}, expected 0 to {layers} for {target}")
+        raise Eagle3Error(
+            f"{drafter}/config.json: {IDS}: found {list(config.boundaries)}, expected 0 to {layers} for {target}"
+        )
     if not config.own_embedding and config.hidden_size != target_config.hidden_size:
         raise Eagle3Error(
             f"{drafter}/config.json: hidden_size: found {config.hidden_size}, expected {target_config.hidden_size}: without "
@@ -251,6 +298,10 @@ def save(drafter: Drafter, folder: str | Path, dtype: torch.dtype = torch.bfloat
         tensor = tensor.detach().cpu()
         tensors[name.replace("layers.0.", "midlayer.", 1)] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     with whole_folder(folder) as work:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, work / "model.safetensors", {"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            work / "model.safetensors",
+            {"format": "pt"},
+        )
         write_json(work / "config.json", to_config_json(config, dtype))
     return folder
