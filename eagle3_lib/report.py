@@ -1,0 +1,162 @@
+"""Stage 09: what the report says. It reads the result files of the other stages and computes nothing anew."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from . import acceptance, benchmark, diagnose
+from .errors import Eagle3Error
+from .params import DiagnoseParams
+from .provenance import project_path, short_path, stage, write_json
+
+SCHEMA = 1
+
+
+def run(params: DiagnoseParams) -> dict:
+    """Bring the stages' results together, judge each drafter in each engine, and write report.json.
+
+    Returns:
+        {"schema", "run", "finding", "engines": {engine: {"drafters", "throughput", "tokens", "verdicts", ...}},
+        "training", "profile", "audit", "stages"}.
+    Raises:
+        Eagle3Error: a result file is missing.
+    """
+    folder = project_path(params.folder)
+    with stage("diagnose", params) as notes:
+        engines = {engine: _engine(folder, engine, params.drafters) for engine in params.engines}
+        sentences = [verdict["sentence"] for result in engines.values() for verdict in result["verdicts"]]
+        report = {
+            "schema": SCHEMA,
+            "run": params.run,
+            "finding": " ".join(sentences),
+            "engines": engines,
+            "training": _manifest(folder / "train").get("notes"),
+            "generated": _manifest(folder / "generate").get("notes"),
+            "extracted": _manifest(folder / "extract").get("notes"),
+            "profile": _read(folder / "profile" / "profile.json"),
+            "preflight": _read(folder / "preflight" / "preflight.json"),
+            "audit": {name: _read(folder / "audit" / name / "audit.json") for name in params.drafters},
+            "stages": _stages(folder),
+        }
+        write_json(project_path(params.out) / "report.json", report)
+        notes |= {"finding": report["finding"]}
+    return report
+
+
+def _engine(folder: Path, engine: str, drafters: list[str]) -> dict:
+    runs = {mode: benchmark.read(folder / "benchmark" / engine / mode) for mode in ("plain", "ngram", *drafters)}
+    replays = {name: _read(folder / "replay" / engine / name / "replay.json") for name in drafters}
+    result = {
+        "version": runs["plain"]["version"],
+        "drafters": {
+            name: {key: replay[key] for key in ("positions", "engine_acceptance", "replay_acceptance", "agreement")} for name, replay in replays.items()
+        },
+        "ngram_acceptance": runs["ngram"]["summary"]["acceptance"],
+        "throughput": {mode: run["summary"] | {"load_s": run["load_s"]} for mode, run in runs.items()},
+        "speedup": {mode: speedup(runs["plain"], run) for mode, run in runs.items() if mode != "plain"},
+        "tokens": _tokens(runs, replays),
+        "verdicts": [diagnose.judge(replay).as_dict() for replay in replays.values()],
+    }
+    if len(drafters) > 1:
+        first, last = (runs[name] for name in (drafters[0], drafters[-1]))
+        rounds = [[request["accepted"] for request in run["requests"]] for run in (last, first)]
+        result["length_gain"] = {
+            "of": drafters[-1],
+            "over": drafters[0],
+            **acceptance.paired_length_difference(*rounds, first["positions"]),
+        }
+    return result
+
+
+def speedup(plain: dict, other: dict) -> dict:
+    """Throughput of ``other`` over plain, one request at a time, paired by prompt."""
+    pairs = [benchmark.throughput(run["timed"]) for run in (plain, other)]
+
+    def ratio(plain_tokens, plain_seconds, tokens, seconds):
+        return (tokens.sum(-1) / seconds.sum(-1)) / (plain_tokens.sum(-1) / plain_seconds.sum(-1))
+
+    return acceptance.bootstrap(ratio, *pairs[0], *pairs[1])
+
+
+def _tokens(runs: dict[str, dict], replays: dict[str, dict]) -> dict:
+    """Are the emitted tokens the same in every mode, and the target's own greedy choice?"""
+    plain = {request["id"]: request["output_ids"] for request in runs["plain"]["requests"]}
+    differing = {
+        mode: sum(request["output_ids"] != plain.get(request["id"]) for request in run["requests"]) for mode, run in runs.items() if mode != "plain"
+    }
+    return {
+        "requests": len(plain),
+        "tokens": sum(map(len, plain.values())),
+        "requests_differing_from_plain": differing,
+        "tokens_not_the_targets_choice": {name: replay["agreement"]["tokens_not_greedy"] for name, replay in replays.items()},
+    }
+
+
+def _stages(folder: Path) -> list[dict]:
+    """Stage, seconds and provenance of every manifest of the run, in the order they ran."""
+    manifests = sorted((json.loads(path.read_text()) for path in folder.rglob("manifest.json")), key=lambda m: m["started"])
+    return [
+        {"stage": m["stage"], "of": short_path(m["params"]["out"]), "seconds": m["seconds"], "started": m["started"], "git": m["git"]} for m in manifests
+    ]
+
+
+def _manifest(folder: Path) -> dict:
+    return _read(folder / "manifest.json")
+
+
+def _read(path: Path) -> dict:
+    if not path.is_file():
+        raise Eagle3Error(f"{short_path(path)}: no such file; run the stage that writes it first")
+    return json.loads(path.read_text())
+
+
+def replays(params: DiagnoseParams, engine: str) -> dict[str, dict]:
+    """replay.json of each drafter in one engine, for the figures."""
+    folder = project_path(params.folder)
+    return {name: _read(folder / "replay" / engine / name / "replay.json") for name in params.drafters}
+
+
+def curve_rows(replays: dict[str, dict]) -> list[dict]:
+    """The acceptance curves as table rows: drafter, who, position, rate, low, high, conditional rate, rounds."""
+    rows = []
+    for name, replay in replays.items():
+        for who in ("engine", "replay"):
+            result = replay[f"{who}_acceptance"]
+            for index in range(replay["positions"]):
+                rates = {key: result["curve"][key][index] for key in ("value", "low", "high")}
+                rows.append(
+                    {
+                        "drafter": name,
+                        "who": who,
+                        "position": index + 1,
+                        "rate": rates["value"],
+                        "low": rates["low"],
+                        "high": rates["high"],
+                        "conditional": result["conditional"][index],
+                        "rounds": result["rounds"],
+                    }
+                )
+    return rows
+
+
+def speed_rows(report: dict, engine: str) -> list[dict]:
+    """Throughput, latency and speedup of each mode as table rows."""
+    result, rows = report["engines"][engine], []
+    for mode, summary in result["throughput"].items():
+        ratio = result["speedup"].get(mode, {"value": 1.0, "low": np.nan, "high": np.nan})
+        rows.append(
+            {
+                "mode": mode,
+                "tokens/s": summary["tokens_per_s"]["value"],
+                "low": summary["tokens_per_s"]["low"],
+                "high": summary["tokens_per_s"]["high"],
+                "over plain": ratio["value"],
+                "over plain low": ratio["low"],
+                "over plain high": ratio["high"],
+                "median latency (s)": summary["latency_s"]["median"],
+                "first token (s)": summary["first_token_s"],
+                "load (s)": summary["load_s"],
+            }
+        )
+    return rows

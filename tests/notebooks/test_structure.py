@@ -1,0 +1,53 @@
+"""Notebooks are thin, alike, and hold the parameters of their stage's model."""
+
+import ast
+
+import nbformat
+import papermill
+import pytest
+import yaml
+
+from eagle3_lib.params import STAGES
+from eagle3_lib.provenance import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+STAGE_OF = dict(zip([path.stem for path in NOTEBOOKS], STAGES, strict=True))
+
+
+def test_one_notebook_a_stage_in_order():
+    assert [stem[:2] for stem in STAGE_OF] == [f"{i:02}" for i in range(1, 10)]
+    for stem, stage in STAGE_OF.items():
+        assert stage[:5] in stem
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_parameters_are_those_of_the_model(path):
+    model = STAGES[STAGE_OF[path.stem]]
+    inspected = papermill.inspect_notebook(str(path))
+    assert set(inspected) == set(model.model_fields)
+    assert all(entry["help"] for entry in inspected.values()), "each parameter has a comment"
+    (cell,) = [c for c in nbformat.read(path, 4).cells if "parameters" in c.metadata.get("tags", [])]
+    assigned = {node.targets[0].id: ast.literal_eval(node.value) for node in ast.parse(cell.source).body}
+    for name, field in model.model_fields.items():
+        assert assigned[name] == field.default, name
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_thin_and_clean(path):
+    notebook = nbformat.read(path, 4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3" and notebook.metadata.language_info.name == "python"
+    assert notebook.cells[0].source.startswith(f"# {path.stem[:2]} ")
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert not cell.outputs and cell.execution_count is None
+            kinds = {type(node) for node in ast.walk(ast.parse(cell.source))}
+            assert not kinds & {ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef}
+            assert len(cell.source.splitlines()) <= 25
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "params").glob("*.yaml")), ids=lambda path: path.stem)
+def test_params_files_resolve(path):
+    from eagle3_lib.params import Run
+
+    assert Run(path).name == yaml.safe_load(path.read_text())["run"]
