@@ -19,7 +19,9 @@ UNKNOWN = "unknown engine fault"
 NOT_ENOUGH = "not enough data"
 
 WEAK_RATE = 0.2  # a correct engine that accepts less than this share of the drafts makes the drafter weak
-CORRECT_AGREEMENT = 0.9  # least share of rounds that an engine without a fault reproduces; float32 gives 1.00, bfloat16 less
+CORRECT_AGREEMENT = (
+    0.9  # least share of rounds that an engine without a fault reproduces; float32 gives 1.00, bfloat16 less
+)
 FALSE_ALARM = 0.01  # for one verdict over all hypotheses
 PRECISION = 0.1  # tokens per round: the gap that must be told from none before an engine is called healthy
 
@@ -59,7 +61,9 @@ def judge(replay: dict, weak_rate: float = WEAK_RATE) -> Verdict:
     if rounds == 0:
         return Verdict(name, NOT_ENOUGH, f"{name}: no round ends inside the text; nothing can be compared.", evidence)
     agreement = bootstrap(_ratio, np.array([[len(p), (p[:, 0] == p[:, 1]).sum()] for p in pairs], float))
-    gap = bootstrap(_ratio, np.array([[len(p), (p[:, 0] - p[:, 1]).sum()] for p in pairs], float), level=1 - FALSE_ALARM)
+    gap = bootstrap(
+        _ratio, np.array([[len(p), (p[:, 0] - p[:, 1]).sum()] for p in pairs], float), level=1 - FALSE_ALARM
+    )
     evidence |= {"agreement": agreement, "gap": gap}
     rates = f"the engine accepted {engine['acceptance_rate']['value']:.1%} of the drafts"
     share = f"{agreement['value']:.1%} of {rounds} rounds equal to a correct engine's"
@@ -82,14 +86,20 @@ def check(replay: dict) -> None:
     """Refuse a replay whose parts do not belong together."""
     requests = replay.get("requests")
     if not requests:
-        raise Eagle3Error(f"replay of {replay.get('drafter')}: field requests: found none, expected at least one request")
+        raise Eagle3Error(
+            f"replay of {replay.get('drafter')}: field requests: found none, expected at least one request"
+        )
     for index, request in enumerate(requests):
         where = f"replay of {replay.get('drafter')}, request {request.get('id', index)}"
         rounds, rows = request["engine_rounds"], request["rows"]
         if rounds != [row["engine"] for row in rows]:
-            raise Eagle3Error(f"{where}: rows: found {len(rows)} that are not the engine's {len(rounds)} rounds; expected one for each")
+            raise Eagle3Error(
+                f"{where}: rows: found {len(rows)} that are not the engine's {len(rounds)} rounds; expected one for each"
+            )
         if any(not 0 <= count <= replay["positions"] for count in rounds):
-            raise Eagle3Error(f"{where}: engine_rounds: found counts up to {max(rounds)}, expected 0 to positions = {replay['positions']}")
+            raise Eagle3Error(
+                f"{where}: engine_rounds: found counts up to {max(rounds)}, expected 0 to positions = {replay['positions']}"
+            )
 
 
 def _pairs(rows: list[dict]) -> np.ndarray:

@@ -5,15 +5,33 @@ one-hot in rejection sampling, Leviathan et al. 2023, https://arxiv.org/abs/2211
 emitted tokens and the drafter's weights decide every round: a round that starts at slot t accepts the longest run of
 steps k = 0, 1, ... with draft_k(t) = x[t+2+k]; the next round starts at t + accepted + 1. The first starts at the last
 prompt token, since prefill itself emits x[prompt_len].
+
+:func:`drafts` runs every step at every slot. :func:`counts_at` runs only the slots asked for, and each only as far as
+its drafts are right: the same counts for a fraction of the work, under any :class:`Setup`, correct or broken.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from . import acceptance, benchmark, checkpoint, targets
 from .drafter import Drafter
+from .errors import Eagle3Error
+from .params import ReplayParams
+from .provenance import project_path, stage, write_json
+
+Stream = tuple[str, int]
+RESIDUAL, UPDATE = (
+    "residual",
+    "update",
+)  # the residual stream at a boundary; what the layer before it added last (its MLP)
+NORMED, BEFORE_UPDATE = (
+    "normed",
+    "before update",
+)  # made of those two: after the target's final norm; without the update
 
 
 @dataclass
@@ -21,50 +39,64 @@ class Features:
     """What one forward pass of the target gives for one text.
 
     fused: [T, boundaries x Ht] residual streams, in the order of the boundaries; last_hidden: [T, Ht] after the final
-    norm; argmax: [T] the target's greedy next token at each position.
+    norm; argmax: [T] the target's greedy next token at each position; streams: [T, Ht] for each captured stream.
     """
 
     fused: Tensor
     last_hidden: Tensor
     argmax: Tensor
+    streams: dict[Stream, Tensor] = field(default_factory=dict)
 
 
 @torch.no_grad()
-def capture(target, texts: list[list[int]], boundaries: Iterable[int], tokens_per_pass: int = 4096) -> Iterable[Features]:
+def capture(
+    target, texts: list[list[int]], boundaries: Iterable[int], tokens_per_pass: int = 4096, also: Iterable[Stream] = ()
+) -> Iterable[Features]:
     """Run the target over token sequences and keep its residual stream at the boundaries.
 
     Boundary k is the input of decoder layer k; the last one, the output of the last layer before the final norm. Texts
     are padded on the right to the longest of a pass; with causal attention padding never reaches a real position.
 
+    Args:
+        also: further streams (RESIDUAL or UPDATE at a boundary) that hypotheses need; see :func:`captured_for`.
     Yields:
         :class:`Features` for each text, in order.
     """
-    layers, boundaries = target.base_model.layers, list(boundaries)
-    seen: dict[int, Tensor] = {}
-
-    def keep(index, hidden):
-        if index in boundaries:
-            seen[index] = hidden
-
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, args, kwargs, k=k: keep(k, args[0] if args else kwargs["hidden_states"]), with_kwargs=True)
-        for k, layer in enumerate(layers)
-    ]
-    last = lambda _, __, output: keep(len(layers), output[0] if isinstance(output, tuple) else output)  # noqa: E731
-    hooks.append(layers[-1].register_forward_hook(last))
+    boundaries = list(boundaries)
+    wanted = list(dict.fromkeys([*((RESIDUAL, k) for k in boundaries), *also]))
+    seen: dict[Stream, Tensor] = {}
+    hooks = [_hook(target.base_model.layers, stream, seen) for stream in wanted]
     try:
         for group in _passes(texts, tokens_per_pass):
             length = max(len(text) for text in group)
             ids = torch.tensor([text + [0] * (length - len(text)) for text in group], device=target.device)
             mask = torch.tensor([[1] * len(text) + [0] * (length - len(text)) for text in group], device=target.device)
             hidden = target.base_model(ids, attention_mask=mask, use_cache=False).last_hidden_state
-            fused = torch.cat([seen[k] for k in boundaries], -1)
             for row, text in enumerate(group):
+                streams = {stream: values[row, : len(text)] for stream, values in seen.items()}
                 last_hidden = hidden[row, : len(text)]
-                yield Features(fused[row, : len(text)], last_hidden, target.lm_head(last_hidden).argmax(-1))
+                fused = torch.cat([streams[RESIDUAL, k] for k in boundaries], -1)
+                yield Features(fused, last_hidden, target.lm_head(last_hidden).argmax(-1), streams)
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _hook(layers, stream: Stream, seen: dict[Stream, Tensor]):
+    """Put ``stream`` into ``seen`` whenever the target runs."""
+    kind, boundary = stream
+
+    def keep(_, __, output):
+        seen[stream] = output[0] if isinstance(output, tuple) else output
+
+    def keep_input(_, args, kwargs):
+        seen[stream] = args[0] if args else kwargs["hidden_states"]
+
+    if kind == UPDATE:
+        return layers[boundary - 1].mlp.register_forward_hook(keep)
+    if boundary == len(layers):
+        return layers[-1].register_forward_hook(keep)
+    return layers[boundary].register_forward_pre_hook(keep_input, with_kwargs=True)
 
 
 def _passes(texts: list[list[int]], tokens_per_pass: int) -> Iterable[list[list[int]]]:
@@ -122,3 +154,336 @@ def compare(engine_rounds: list[int], accepted: list[int], prompt_length: int, s
         rows.append({"slot": slot, "engine": count, "replay": replayed, "cut": slot + 1 + steps > len(accepted)})
         slot += count + 1
     return rows
+
+
+# ------------------------------------------------------------------------------------------- replay under a hypothesis
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How an engine computes its drafts: the drafter as it runs there, and everything around it that can be wrong.
+
+    sources: what the engine hands over in the place of each boundary, in order; None is zeros. The defaults of the other
+    fields are a correct engine's.
+    """
+
+    drafter: Drafter
+    sources: tuple[Stream | None, ...]
+    final_norm: Callable[[Tensor], Tensor] | None = None  # the target's, for NORMED sources
+    rounding: Callable[[Tensor], Tensor] | None = None  # what the transfer does to the values of each source
+    through_fc: bool = True  # False: the one source is taken as the hidden state itself
+    lag: int = 0  # slot t gets the features of slot t - lag
+    first_token: int = 1  # step 0 at slot t embeds x[t + first_token]
+    advance: int = 1  # the rope position of step k at slot t is t + k * advance
+    prompt_cached: bool = True  # False: keys and values of the prompt's slots, but for its last, are zeros
+    stale: bool = False  # slots inside an accepted run keep the drafter's own states of that run
+    right_steps: int | None = None  # drafts from this step on are never right
+
+
+def correct(drafter: Drafter) -> Setup:
+    """A correct engine."""
+    return Setup(drafter, tuple((RESIDUAL, k) for k in drafter.config.boundaries))
+
+
+def captured_for(setups: Iterable[Setup]) -> set[Stream]:
+    """The streams that a forward pass must capture for these setups."""
+    needed = set()
+    for kind, k in (source for setup in setups for source in setup.sources if source):
+        needed |= {(UPDATE, k)} if kind in (UPDATE, BEFORE_UPDATE) else set()
+        needed |= {(RESIDUAL, k)} if kind != UPDATE else set()
+    return needed
+
+
+class Texts:
+    """Texts laid end to end: one row for each slot (all positions of a text but its last).
+
+    streams: {stream: [rows, Ht]}; tokens: [sum of T]; for each row: ``text`` its index, ``slot`` its position in it,
+    ``token`` where x[slot] stands in tokens; ``starts``: first row of each text, and one past the last.
+    """
+
+    def __init__(self, texts: list[list[int]], prompt_lengths: list[int], streams: list[dict[Stream, Tensor]]):
+        self.texts, self.prompt_lengths = texts, prompt_lengths
+        self.streams = {name: torch.cat([s[name][:-1] for s in streams]) for name in streams[0]}
+        device = next(iter(self.streams.values())).device
+        lengths = torch.tensor([len(text) for text in texts])
+        self.text = torch.repeat_interleave(torch.arange(len(texts)), lengths - 1).to(device)
+        self.starts = [0, *(lengths - 1).cumsum(0).tolist()]
+        self.slot = torch.cat([torch.arange(n - 1) for n in lengths.tolist()]).to(device)
+        self.token = torch.arange(len(self.slot), device=device) + self.text
+        self.tokens = torch.tensor([token for text in texts for token in text], device=device)
+        self.left = (lengths.to(device)[self.text]) - self.slot  # tokens of the text from the slot on
+        self.prompt = self.slot < torch.tensor(prompt_lengths, device=device)[self.text] - 1
+
+    def ahead(self, rows: Tensor, offset: int) -> Tensor:
+        """x[slot + offset] for each row; -1 past the text's end (0 where it is embedded, to be never compared)."""
+        inside = offset < self.left[rows]
+        return torch.where(inside, self.tokens[torch.where(inside, self.token[rows] + offset, 0)], -1)
+
+    def source(self, source: Stream | None, final_norm) -> Tensor:
+        if source is None:
+            return torch.zeros_like(next(iter(self.streams.values())))
+        kind, k = source
+        if kind == NORMED:
+            return final_norm(self.streams[RESIDUAL, k])
+        if kind == BEFORE_UPDATE:
+            return self.streams[RESIDUAL, k] - self.streams[UPDATE, k]
+        return self.streams[source]
+
+
+@torch.no_grad()
+def counts_at(
+    setup: Setup, texts: Texts, slots: list[list[int]], steps: int, rounds: list[list[int]] | None = None
+) -> list[list[int]]:
+    """The accepted counts of rounds that start at ``slots`` of each text, for an engine that drafts as ``setup`` says.
+
+    Args:
+        rounds: the engine's own accepted counts at those slots; only a stale cache depends on them (without them the
+            walk of the replay itself is taken).
+    Returns:
+        for each text one count for each of its slots.
+    """
+    rows = torch.tensor(
+        [texts.starts[i] + slot for i, some in enumerate(slots) for slot in some], device=texts.slot.device
+    )
+    run = _Run(setup, texts, steps)
+    if not setup.stale:
+        counts = run.counts(rows)
+    else:
+        counts = _stale_counts(run, rows, slots, rounds)
+    if setup.right_steps is not None:
+        counts = counts.clamp_max(setup.right_steps)
+    return [part.tolist() for part in counts.split([len(some) for some in slots])]
+
+
+def all_slots(texts: Texts) -> list[list[int]]:
+    """The slots at which rounds of any engine can start: from the prompt's last one to the text's last."""
+    return [list(range(p - 1, len(text) - 1)) for text, p in zip(texts.texts, texts.prompt_lengths, strict=True)]
+
+
+def own_rounds(counts: list[list[int]], texts: Texts) -> list[list[int]]:
+    """The rounds that the setup itself would have made, from its counts at :func:`all_slots`."""
+    return [walk([0] * (p - 1) + some, p) for some, p in zip(counts, texts.prompt_lengths, strict=True)]
+
+
+def round_slots(rounds: list[int], prompt_length: int) -> list[int]:
+    """The slots at which an engine's rounds start."""
+    slots, slot = [], prompt_length - 1
+    for count in rounds:
+        slots.append(slot)
+        slot += count + 1
+    return slots
+
+
+class _Run:
+    """One setup on one set of texts: keys and values of step 0 for every row, then drafting on demand."""
+
+    def __init__(self, setup: Setup, texts: Texts, steps: int):
+        self.setup, self.texts, self.steps, self.drafter = setup, texts, steps, setup.drafter
+        self.layers = list(setup.drafter.layers)
+        self.rows = torch.arange(len(texts.slot), device=texts.slot.device)
+        self.embeds = self.drafter.embed_tokens(texts.ahead(self.rows, setup.first_token).clamp_min(0))
+        hidden = self._features()
+        self.entered, self.cache = [], []  # for each layer: its input [rows, ...] and residual; keys and values
+        for layer in self.layers:
+            inputs, residual = _enter(layer, self.embeds, hidden)
+            query, keys, values = self._project(layer, inputs, texts.slot)
+            if not setup.prompt_cached:
+                keys, values = (states.masked_fill(texts.prompt[:, None, None], 0) for states in (keys, values))
+            self.entered.append((inputs, residual))
+            self.cache.append((keys, values))
+            if layer is not self.layers[-1]:
+                hidden = _leave(layer, residual, self._attend(query, self.rows, len(self.cache) - 1, []))
+
+    def _features(self) -> Tensor:
+        setup = self.setup
+        parts = [self.texts.source(source, setup.final_norm) for source in setup.sources]
+        if setup.rounding:
+            parts = [setup.rounding(part) for part in parts]
+        features = torch.cat(parts, -1).to(self.drafter.fc.weight.dtype)
+        if setup.lag:
+            features = features[self.rows - self.texts.slot.clamp_max(setup.lag)]
+        return self.drafter.fuse(features) if setup.through_fc else features
+
+    def _project(self, layer, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [rows, heads, d], scaled, and keys and values [rows, kv heads, d] at rope positions [rows]."""
+        attention = layer.self_attn
+        query, keys, values = (
+            projection(inputs).unflatten(-1, (-1, attention.head_dim))
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        cos, sin = self.drafter.rotary(inputs, positions[None])
+        query, keys = attention.q_norm(query)[None], attention.k_norm(keys)[None]
+        query, keys = apply_rotary_pos_emb(query, keys, cos, sin, unsqueeze_dim=2)
+        return query[0] * attention.head_dim**-0.5, keys[0], values
+
+    def counts(self, rows: Tensor, keep: list | None = None) -> Tensor:
+        """Accepted counts [rows]. ``keep`` collects (index into rows, step, keys and values by layer) of later steps."""
+        counts = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+        alive = torch.arange(len(rows), device=rows.device)
+        hidden: Tensor | None = None
+        own: list[list] = [[] for _ in self.layers]  # for each layer: keys and values of steps 1, 2, ...
+        for step in range(self.steps):
+            at = rows[alive]
+            hidden = self._step(step, at, hidden, own)
+            if step and keep is not None:
+                keep.append((alive, step, [some[-1] for some in own]))
+            output = self.drafter.norm(hidden)
+            proposed = self.drafter.target_ids[self.drafter.lm_head(output).argmax(-1)]
+            right = proposed == self.texts.ahead(at, 2 + step)
+            alive = alive[right]
+            if not len(alive):
+                break
+            counts[alive] += 1
+            hidden = (output if self.drafter.config.norm_output else hidden)[right]
+            own = [[(keys[right], values[right]) for keys, values in some] for some in own]
+        return counts
+
+    def _step(self, step: int, rows: Tensor, hidden: Tensor | None, own: list[list]) -> Tensor:
+        """One drafting step of the rounds at ``rows``: their residual stream [rows, H] after the last layer."""
+        positions = self.texts.slot[rows] + step * self.setup.advance
+        if step:
+            embeds = self.drafter.embed_tokens(self.texts.ahead(rows, 1 + step).clamp_min(0))
+        for index, layer in enumerate(self.layers):
+            if step == 0 and layer is not self.layers[-1]:
+                continue  # ran for every row already
+            inputs, residual = _enter(layer, embeds, hidden) if step else (part[rows] for part in self.entered[index])
+            query, keys, values = self._project(layer, inputs, positions)
+            if step:
+                own[index].append((keys, values))
+            hidden = _leave(layer, residual, self._attend(query, rows, index, own[index]))
+        return hidden
+
+    def _attend(self, query: Tensor, rows: Tensor, index: int, own: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Attention of each row over step 0 of its text's slots up to its own, and over its own later steps.
+
+        ``rows`` must rise within each text, and texts too. Returns [rows, heads x d].
+        """
+        keys, values = self.cache[index]
+        query = query.unflatten(1, (keys.shape[1], -1))
+        mixed = query.new_empty(*query.shape[:3], values.shape[-1])
+        own_scores = [torch.einsum("nkgd,nkd->nkg", query, some)[..., None] for some, _ in own]
+        bounds = torch.searchsorted(rows, torch.tensor(self.texts.starts, device=rows.device)).tolist()
+        for start, first, last in zip(self.texts.starts, bounds, bounds[1:], strict=False):
+            if first == last:
+                continue
+            end = int(rows[last - 1]) + 1
+            scores = torch.einsum("nkgd,skd->nkgs", query[first:last], keys[start:end])
+            future = self.rows[start:end] > rows[first:last, None]
+            scores = scores.masked_fill(future[:, None, None], float("-inf"))
+            weights = (
+                torch.cat([scores, *(some[first:last] for some in own_scores)], -1).float().softmax(-1).to(query.dtype)
+            )
+            mixed[first:last] = torch.einsum("nkgs,skd->nkgd", weights[..., : end - start], values[start:end])
+            for step, (_, some) in enumerate(own):
+                mixed[first:last] += weights[..., end - start + step, None] * some[first:last, :, None]
+        return mixed.flatten(1)
+
+
+def _enter(layer, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """What a decoder layer's attention takes, and the residual that its output is added to."""
+    if not layer.first:
+        return layer.input_layernorm(hidden), hidden
+    normed = layer.hidden_norm(hidden)
+    inputs = torch.cat([layer.input_layernorm(embeds), normed], -1)
+    return inputs, normed if layer.norm_before_residual else hidden
+
+
+def _leave(layer, residual: Tensor, mixed: Tensor) -> Tensor:
+    hidden = residual + layer.self_attn.o_proj(mixed)
+    return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+
+STALE_PASSES = 4  # a stale state depends on the stale states before it; a few passes settle what argmax can see
+
+
+def _stale_counts(run: _Run, rows: Tensor, slots: list[list[int]], rounds: list[list[int]] | None) -> Tensor:
+    """Counts with the drafter's own states left in the cache, at slots s+1 .. s+a-1 of a round at s with a accepted."""
+    true_cache, lengths = run.cache, [len(some) for some in slots]
+    for _ in range(STALE_PASSES):
+        keep: list = []
+        counts = run.counts(rows, keep)
+        if rounds is None:
+            walked = _walked(counts.split(lengths), slots)
+        else:
+            walked = torch.tensor([count for some in rounds for count in some], device=rows.device)
+        run.cache = [(keys.clone(), values.clone()) for keys, values in true_cache]
+        for index, step, states in keep:
+            inside = step < walked[index]
+            stale = rows[index[inside]] + step
+            for (keys, values), (own_keys, own_values) in zip(run.cache, states, strict=True):
+                keys[stale], values[stale] = own_keys[inside], own_values[inside]
+    return run.counts(rows)
+
+
+def _walked(counts, slots: list[list[int]]) -> Tensor:
+    """The counts where the replay's own walk passes, 0 elsewhere."""
+    walked = []
+    for some, at in zip(counts, slots, strict=True):
+        kept, place = torch.zeros_like(some), 0
+        while place < len(at):
+            kept[place] = some[place]
+            place += int(some[place]) + 1
+        walked.append(kept)
+    return torch.cat(walked)
+
+
+def run(params: ReplayParams) -> dict:
+    """Stage 08: replay one drafter on the tokens that the engine emitted, and lay its rounds beside the engine's.
+
+    Returns:
+        {"drafter", "engine", "positions", "requests": [{"id", "prompt_length", "output_length", "engine_rounds",
+        "drafted", "replay_rounds", "rows", "lossless"}], "agreement": {"rounds", "equal", "cut"}, "engine_curve",
+        "replay_curve"}; ``lossless`` counts emitted tokens that are not the target's greedy choice. Also in replay.json.
+    Raises:
+        Eagle3Error: the benchmark is missing, or was of plain or n-gram decoding.
+    """
+    measured = benchmark.read(params.benchmark)
+    positions = measured["positions"]
+    if not positions or any(request["accepted"] is None for request in measured["requests"]):
+        raise Eagle3Error(
+            f"{params.benchmark}/benchmark.json: mode {measured['mode']!r} has no rounds; expected a drafter's run"
+        )
+    inputs = {"benchmark": project_path(params.benchmark) / "benchmark.json", "drafter": project_path(params.drafter)}
+    with stage("replay", params, inputs) as notes:
+        dtype = getattr(torch, params.dtype)
+        target = targets.load(targets.resolve(params.target), dtype, params.device)
+        drafter = checkpoint.load_for(params.drafter, params.target, target, dtype)
+        texts = [request["prompt_ids"] + request["output_ids"] for request in measured["requests"]]
+        requests = []
+        for request, text, features in zip(
+            measured["requests"], texts, capture(target, texts, drafter.config.boundaries)
+        ):
+            ids = torch.tensor([text], device=target.device)
+            accepted = accepted_at(drafts(drafter, features.fused[None], ids, positions)[0], text)
+            start = len(request["prompt_ids"])
+            requests.append(
+                {
+                    "id": request["id"],
+                    "prompt_length": start,
+                    "output_length": len(request["output_ids"]),
+                    "engine_rounds": request["accepted"],
+                    "drafted": request["drafted"],
+                    "replay_rounds": walk(accepted, start),
+                    "rows": compare(request["accepted"], accepted, start, positions),
+                    "lossless": int((features.argmax[start - 1 : -1] != ids[0, start:]).sum()),
+                }
+            )
+        rows = [row for request in requests for row in request["rows"]]
+        unequal = [row for row in rows if row["engine"] != row["replay"]]
+        result = {
+            "drafter": params.name,
+            "engine": params.engine,
+            "positions": positions,
+            "requests": requests,
+            "agreement": {
+                "rounds": len(rows),
+                "equal": len(rows) - len(unequal),
+                "cut": sum(row["cut"] for row in unequal),
+                "tokens_not_greedy": sum(request["lossless"] for request in requests),
+            },
+            "engine_acceptance": acceptance.summary([r["engine_rounds"] for r in requests], positions),
+            "replay_acceptance": acceptance.summary([r["replay_rounds"] for r in requests], positions),
+        }
+        write_json(project_path(params.out) / "replay.json", result)
+        notes |= result["agreement"]
+    return result
