@@ -364,11 +364,8 @@ def check(
     Returns:
         at least one finding: that of the boundaries.
     """
-    target, version, survey = (
-        Target.from_config(target_config),
-        version or installed_version(engine),
-        checkpoint.survey(folder),
-    )
+    target, survey = Target.from_config(target_config), checkpoint.survey(folder)
+    version = version or installed_version(engine)
     where = short_path(project_path(folder) / "config.json")
     try:
         config, _ = checkpoint.parse_config(survey.raw, where, target.layers, "embed_tokens.weight" in survey.shapes)
@@ -512,22 +509,11 @@ def template_parity(tokenizer, conversations: list[list[dict]], server_ids: list
     for messages, theirs in zip(conversations, server_ids, strict=True):
         ours = targets.render(tokenizer, messages)
         if ours != theirs:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
-            )
-            what = f"token ids of a conversation differ from position {at} on: {ours[at : at + 4]} here, {theirs[at : at + 4]} served"
-            return [
-                Finding("wrong", "template", what, "the server's /tokenize", "train and serve with one chat template")
-            ]
-    return [
-        Finding(
-            "ok",
-            "template",
-            f"{len(conversations)} conversations, equal token ids",
-            "the server's /tokenize",
-            "none needed",
-        )
-    ]
+            at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
+            what = f"token ids differ from position {at} on: {ours[at : at + 4]} here, {theirs[at : at + 4]} served"
+            return [Finding("wrong", "template", what, "the server's /tokenize", "train and serve with one template")]
+    what = f"{len(conversations)} conversations, equal token ids"
+    return [Finding("ok", "template", what, "the server's /tokenize", "none needed")]
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------

@@ -282,6 +282,10 @@ class Drafter(nn.Module):
         return self.fc(features)
 
     def unroll(self, features: Tensor, token_ids: Tensor, steps: int) -> Iterator[Tensor]:
+        """Logits of :meth:`hidden_states`: for k = 0..K-1, [B, T-1, draft vocab]; row t predicts x[t+2+k]."""
+        return map(self.lm_head, self.hidden_states(features, token_ids, steps))
+
+    def hidden_states(self, features: Tensor, token_ids: Tensor, steps: int) -> Iterator[Tensor]:
         """Run ``steps`` drafting steps at every slot at once; the tokens embedded are the text's own.
 
         Args:
@@ -289,7 +293,7 @@ class Drafter(nn.Module):
             token_ids: [B, T]; tokens past the text's end may be anything, and so are the logits that embed them.
             steps: K.
         Yields:
-            for k = 0..K-1: logits [B, T-1, draft vocab]; row t predicts x[t+2+k].
+            for k = 0..K-1: what lm_head takes, [B, T-1, H]; row t predicts x[t+2+k].
         """
         slots = token_ids.shape[1] - 1
         hidden = self.fuse(features[:, :slots].to(self.fc.weight.dtype))
@@ -302,6 +306,6 @@ class Drafter(nn.Module):
             for layer, cache in zip(self.layers, caches, strict=True):
                 hidden = layer(embeds, hidden, rope, cache)
             normed = self.norm(hidden)
-            yield self.lm_head(normed)
+            yield normed
             if self.config.norm_output:
                 hidden = normed
