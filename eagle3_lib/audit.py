@@ -235,18 +235,19 @@ def traits(survey: Survey, config: DrafterConfig, served: int, embedding_is_copy
         served: the engine's context length in tokens; 0: not asked.
         embedding_is_copy: the drafter's embed_tokens equals the target's.
     """
+    found = all_traits(survey, config, served, embedding_is_copy)
+    return {trait: {} if values is True else values for trait, values in found.items() if values}
+
+
+def all_traits(survey: Survey, config: DrafterConfig, served: int, embedding_is_copy: bool = False) -> dict:
+    """Every trait there is, false or empty where the checkpoint does not have it."""
     found = _flag_traits(survey, config) | _layout_traits(survey, config) | _vocabulary_traits(survey, config)
     found |= _tensor_traits(survey, config)
-    found["own_embedding"] = (
-        "embed_tokens.weight" in survey.shapes
-        and config.target_hidden_size == config.hidden_size
-        and not embedding_is_copy
-    )
-    found["positions_below_context"] = config.max_position_embeddings < served and {
-        "draft": config.max_position_embeddings,
-        "served": served,
-    }
-    return {trait: {} if values is True else values for trait, values in found.items() if values}
+    own = "embed_tokens.weight" in survey.shapes and config.target_hidden_size == config.hidden_size
+    found["own_embedding"] = own and not embedding_is_copy
+    below = config.max_position_embeddings < served
+    found["positions_below_context"] = below and {"draft": config.max_position_embeddings, "served": served}
+    return found
 
 
 def _flag_traits(survey: Survey, config: DrafterConfig) -> dict:
@@ -305,7 +306,7 @@ def _vocabulary_traits(survey: Survey, config: DrafterConfig) -> dict:
 
 
 def _tensor_traits(survey: Survey, config: DrafterConfig) -> dict:
-    names, expected = set(survey.shapes), _expected_tensors(config)
+    names, expected = set(survey.shapes), expected_tensors(config)
     elsewhere = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")  # rules of their own
     missing = sorted(expected - names - {*elsewhere, *(n for n in expected if n.endswith("o_proj.bias"))})
     fc_norms = [name for name in missing if name.startswith("fc_norm.")]
@@ -324,7 +325,8 @@ def _tensor_traits(survey: Survey, config: DrafterConfig) -> dict:
     }
 
 
-def _expected_tensors(config: DrafterConfig) -> set[str]:
+def expected_tensors(config: DrafterConfig) -> set[str]:
+    """Names of the tensors that a drafter of this config has."""
     with torch.device("meta"):
         return {name for name in Drafter(config).state_dict() if not name.startswith(checkpoint.NOT_STORED)}
 

@@ -11,6 +11,7 @@ srt/models/llama.py ``set_eagle3_layers_to_capture``). :mod:`eagle3_lib.export` 
 
 import json
 import pickle
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -76,7 +77,7 @@ class ConfigJson(BaseModel):
     """The fields of a drafter's config.json that this project reads, with their kinds."""
 
     model_config = ConfigDict(extra="allow", strict=True)
-    architectures: list[str] = []
+    architectures: list[str] | None = None
     model_type: str = "llama"
     hidden_size: Positive
     intermediate_size: Positive
@@ -120,6 +121,10 @@ def default_boundaries(target_layers: int) -> tuple[int, int, int]:
     return 2, target_layers // 2, target_layers - 3
 
 
+def _where(path: Path) -> str:
+    return f"{short_path(path.parent)}/{path.name}"
+
+
 # --- reading files ----------------------------------------------------------------------------------------------------
 
 
@@ -132,15 +137,15 @@ def read_config(folder: Path) -> dict:
     path = folder / "config.json"
     if not path.is_file():
         found = "a folder without it" if folder.is_dir() else "no such folder"
-        raise Eagle3Error(f"{short_path(path)}: found {found}; expected a drafter's config.json")
+        raise Eagle3Error(f"{_where(path)}: found {found}; expected a drafter's config.json")
     if path.stat().st_size > CONFIG_BYTES:
-        raise Eagle3Error(f"{short_path(path)}: found {path.stat().st_size} bytes, expected less than {CONFIG_BYTES}")
+        raise Eagle3Error(f"{_where(path)}: found {path.stat().st_size} bytes, expected less than {CONFIG_BYTES}")
     try:
         raw = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise Eagle3Error(f"{short_path(path)}: not JSON: {error}") from error
+        raise Eagle3Error(f"{_where(path)}: not JSON: {error}") from error
     if not isinstance(raw, dict):
-        raise Eagle3Error(f"{short_path(path)}: found a {type(raw).__name__}, expected an object of fields")
+        raise Eagle3Error(f"{_where(path)}: found a {type(raw).__name__}, expected an object of fields")
     return raw
 
 
@@ -160,7 +165,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    where = short_path(index)
+    where = _where(index)
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -179,7 +184,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     for path in weight_files(folder):
         found = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
         if twice := sorted(tensors.keys() & found.keys()):
-            raise Eagle3Error(f"{short_path(path)}: tensor {twice[0]} stands in another file of the folder too")
+            raise Eagle3Error(f"{_where(path)}: tensor {twice[0]} stands in another file of the folder too")
         tensors |= found
     return tensors
 
@@ -189,21 +194,20 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError) as error:
-        raise Eagle3Error(f"{short_path(path)}: not a whole safetensors file: {error}") from error
+        raise Eagle3Error(f"{_where(path)}: not a whole safetensors file: {error}") from error
 
 
 def _read_bin(path: Path) -> dict[str, Tensor]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise Eagle3Error(
-            f"{short_path(path)}: holds more than tensors, and nothing in it was run: {reason}"
-        ) from error
+        wants = re.search(r"GLOBAL (\S+)", str(error))
+        found = f"a pickle that asks for {wants[1]}" if wants else "a pickle of more than tensors"
+        raise Eagle3Error(f"{_where(path)}: found {found}, expected tensors alone; nothing in it was run") from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise Eagle3Error(f"{short_path(path)}: not a whole torch file of zip kind: {error}") from error
+        raise Eagle3Error(f"{_where(path)}: not a whole torch file of zip kind: {error}") from error
     if not isinstance(tensors, dict) or not all(isinstance(v, Tensor) for v in tensors.values()):
-        raise Eagle3Error(f"{short_path(path)}: found a {type(tensors).__name__}, expected tensors by name")
+        raise Eagle3Error(f"{_where(path)}: found a {type(tensors).__name__}, expected tensors by name")
     return tensors
 
 
@@ -238,7 +242,7 @@ def survey(folder: str | Path) -> Survey:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
                 d2t = file.get_tensor("d2t") if "d2t" in file.keys() else d2t
         except (SafetensorError, OSError) as error:
-            raise Eagle3Error(f"{short_path(path)}: not a whole safetensors file: {error}") from error
+            raise Eagle3Error(f"{_where(path)}: not a whole safetensors file: {error}") from error
     naming = "midlayer" if any(name.startswith("midlayer.") for name in shapes) else "layers.0"
     shapes = {_module_name(name): shape for name, shape in shapes.items()}
     return Survey(raw, shapes, d2t, naming, format_of(raw, naming, "t2d" in shapes))
@@ -300,7 +304,7 @@ def parse_config(
         max_position_embeddings=fields.max_position_embeddings,
         num_hidden_layers=fields.num_hidden_layers,
         latent=latent,
-        qk_norm="qwen3" in fields.model_type or any("Qwen3" in name for name in fields.architectures),
+        qk_norm="qwen3" in fields.model_type or any("Qwen3" in name for name in fields.architectures or []),
         attention_bias=fields.attention_bias,
         norm_before_residual=fields.flag("norm_before_residual", notes),
         norm_output=fields.flag("norm_output", notes),
@@ -326,6 +330,7 @@ def _flattened(raw: dict, where: str, notes: list[str]) -> dict:
         raise Eagle3Error(f"{where}: speculators_model_type: found {found!r}, expected 'eagle3' with a layer config")
     try:
         filled = AutoConfig.for_model(**({"model_type": "llama"} | layer)).to_dict()
+        filled = {name: value for name, value in filled.items() if value is not None}
     except (ValueError, TypeError) as error:
         raise Eagle3Error(f"{where}: transformer_layer_config: {error}") from error
     top = {name: raw[name] for name in ("draft_vocab_size", "target_hidden_size", IDS) if raw.get(name) is not None}

@@ -44,7 +44,7 @@ def export(
     version = version or audit.installed_version(server)
     config, tensors = checkpoint.ascending(drafter)
     if engine == "speculators":
-        _refuse(short_path(folder), engine, SPECULATORS_VERSION, speculators_refusals(config))
+        _refuse(short_path(folder), f"speculators {SPECULATORS_VERSION}", speculators_refusals(config))
         config_json, first = speculators_json(config, target_config, dtype), "layers.0."
     else:
         nested = sglang_ids(config, version, target_config) if engine == "sglang" else None
@@ -55,13 +55,15 @@ def export(
         )
         write_json(work / "config.json", config_json)
         faults = [f.what for f in audit.check(work, target_config, server, version) if f.severity in ("wrong", "fails")]
-        _refuse(short_path(folder), server, version, faults)
+        _refuse(
+            short_path(folder), f"{engine} {version}" if engine == server else f"{engine} in {server} {version}", faults
+        )
     return folder
 
 
-def _refuse(name: str, engine: str, version: str, reasons: list[str]) -> None:
+def _refuse(name: str, engine: str, reasons: list[str]) -> None:
     if reasons:
-        raise Eagle3Error(f"{name}: no export for {engine} {version}: " + "; ".join(reasons))
+        raise Eagle3Error(f"{name}: no export for {engine}: " + "; ".join(reasons))
 
 
 def sglang_ids(config: DrafterConfig, version: str, target_config: dict) -> list[int]:
