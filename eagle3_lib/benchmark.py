@@ -38,8 +38,12 @@ def run(params: BenchmarkParams) -> dict:
         _check_drafter(params, folder)
     prompts = [answer for answer in read_answers(params.data) if answer.split == "held_out"]
     if len(prompts) < params.timed_prompts:
-        raise Eagle3Error(f"{params.data}: found {len(prompts)} held-out samples, expected at least timed_prompts = {params.timed_prompts}")
-    inputs = {"prompts": project_path(params.data) / "samples.jsonl"} | ({"drafter": project_path(params.drafter)} if params.drafter else {})
+        raise Eagle3Error(
+            f"{params.data}: found {len(prompts)} held-out samples, expected at least timed_prompts = {params.timed_prompts}"
+        )
+    inputs = {"prompts": project_path(params.data) / "samples.jsonl"} | (
+        {"drafter": project_path(params.drafter)} if params.drafter else {}
+    )
     with stage("benchmark", params, inputs) as notes:
         speculative = (params.mode, params.drafter, params.num_speculative_tokens)
         with vllm.serve(params, folder, out / "server.log", *speculative) as server:
@@ -92,8 +96,13 @@ def summarise(result: dict) -> dict:
     by_repeat = [[row for row in result["timed"] if row["repeat"] == repeat] for repeat in repeats]
     summary = {
         "tokens_per_s": acceptance.bootstrap(lambda t, s: t.sum(-1) / s.sum(-1), tokens, seconds),
-        "tokens_per_s_by_repeat": [round(sum(r["tokens"] for r in rows) / sum(r["seconds"] for r in rows), 3) for rows in by_repeat],
-        "latency_s": {"median": round(float(np.median(latencies)), 4), "p90": round(float(np.quantile(latencies, 0.9)), 4)},
+        "tokens_per_s_by_repeat": [
+            round(sum(r["tokens"] for r in rows) / sum(r["seconds"] for r in rows), 3) for rows in by_repeat
+        ],
+        "latency_s": {
+            "median": round(float(np.median(latencies)), 4),
+            "p90": round(float(np.quantile(latencies, 0.9)), 4),
+        },
         "first_token_s": round(float(np.median([row["first_token_s"] for row in result["timed"]])), 4),
         "time_per_output_token_s": round(float(np.median(after_first)), 5),
     }
@@ -114,7 +123,9 @@ def _measure_acceptance(server: base.Server, prompts: list[Answer], params: Benc
     def one(prompt: Answer) -> dict:
         answer = base.complete(server, prompt.prompt_ids, params.max_tokens)
         if params.mode != "plain" and answer.accepted is None:
-            raise Eagle3Error(f"{server.engine} {server.version}: no rounds in its answer; expected per-request speculation metrics")
+            raise Eagle3Error(
+                f"{server.engine} {server.version}: no rounds in its answer; expected per-request speculation metrics"
+            )
         return {"id": prompt.id, **asdict(answer)}
 
     with ThreadPoolExecutor(params.concurrency) as pool:

@@ -21,7 +21,13 @@ def plan(tokens: int, boundaries: int, hidden: int, dtype: str, folder: Path) ->
         folder = folder.parent
     need = tokens * bytes_per_token(boundaries, hidden, dtype)
     free = shutil.disk_usage(folder).free
-    return {"tokens": tokens, "bytes_per_token": bytes_per_token(boundaries, hidden, dtype), "bytes": need, "free_bytes": free, "fits": need < free}
+    return {
+        "tokens": tokens,
+        "bytes_per_token": bytes_per_token(boundaries, hidden, dtype),
+        "bytes": need,
+        "free_bytes": free,
+        "fits": need < free,
+    }
 
 
 def run(params: ExtractParams) -> dict:
@@ -41,7 +47,9 @@ def run(params: ExtractParams) -> dict:
     tokens = sum(len(a.prompt_ids) + len(a.output_ids) for a in answers)
     space = plan(tokens, len(drafter_config.boundaries), config.hidden_size, params.feature_dtype, out)
     if not space["fits"]:
-        raise Eagle3Error(f"{short_path(out)}: {space['bytes'] / 1e9:.2f} GB of features do not fit: {space['free_bytes'] / 1e9:.2f} GB are free")
+        raise Eagle3Error(
+            f"{short_path(out)}: {space['bytes'] / 1e9:.2f} GB of features do not fit: {space['free_bytes'] / 1e9:.2f} GB are free"
+        )
     key = {
         "samples_sha256": sha256(samples_path),
         "target_sha256": folder_hash(folder / "config.json"),
@@ -56,7 +64,9 @@ def run(params: ExtractParams) -> dict:
         with tqdm(total=len(answers), initial=done, desc="extract", mininterval=2, unit="sample") as bar:
             for group in _shards(answers[done:], params.shard_tokens):
                 model = model or targets.load(folder, torch.float32, params.device)
-                writer.add_shard(_featurise(model, group, drafter_config.boundaries), getattr(torch, params.feature_dtype))
+                writer.add_shard(
+                    _featurise(model, group, drafter_config.boundaries), getattr(torch, params.feature_dtype)
+                )
                 bar.update(len(group))
         store = Store(out)
         notes |= {

@@ -73,7 +73,10 @@ class Writer:
         try:
             save_file(tensors, temporary)
             os.replace(temporary, self.folder / name)
-            entries = [{"id": s.id, "split": s.split, "prompt_length": s.prompt_length, "tokens": len(s.token_ids)} for s in samples]
+            entries = [
+                {"id": s.id, "split": s.split, "prompt_length": s.prompt_length, "tokens": len(s.token_ids)}
+                for s in samples
+            ]
             index = self.index | {"shards": [*self.index["shards"], {"file": name, "samples": entries}]}
             write_json(self.path, index)
         except (OSError, SafetensorError) as error:
@@ -114,12 +117,16 @@ class Store:
     @staticmethod
     def _open(path: Path, tokens: int):
         if not path.is_file():
-            raise Eagle3Error(f"{short_path(path)}: the index names this shard but it is missing; run stage extract again")
+            raise Eagle3Error(
+                f"{short_path(path)}: the index names this shard but it is missing; run stage extract again"
+            )
         try:
             file = safe_open(path, "pt")
             found = file.get_slice("fused").get_shape()[0]
         except SafetensorError as error:
-            raise Eagle3Error(f"{short_path(path)}: a truncated or damaged shard ({error}); delete it and index.json, run stage extract again") from error
+            raise Eagle3Error(
+                f"{short_path(path)}: a truncated or damaged shard ({error}); delete it and index.json, run stage extract again"
+            ) from error
         if found != tokens:
             raise Eagle3Error(f"{short_path(path)}: fused: found {found} tokens, expected {tokens} as in index.json")
         return file

@@ -68,7 +68,9 @@ def read_lines(path: Path, fields: dict[str, type]) -> list[dict]:
         for name, kind in fields.items():
             if not isinstance(row, dict) or not isinstance(row.get(name), kind):
                 found = type(row.get(name)).__name__ if isinstance(row, dict) else type(row).__name__
-                raise Eagle3Error(f"{short_path(path)}, line {number}: field {name}: found {found}, expected {kind.__name__}")
+                raise Eagle3Error(
+                    f"{short_path(path)}, line {number}: field {name}: found {found}, expected {kind.__name__}"
+                )
         rows.append(row)
     return rows
 
@@ -106,7 +108,9 @@ def ask(server: base.Server, prompt: str, params: GenerateParams) -> Answer:
     choice, extra = reply.choices[0], reply.model_extra or {}
     output_ids = (choice.model_extra or {}).get("token_ids")
     if not output_ids or not extra.get("prompt_token_ids"):
-        raise Eagle3Error(f"{server.engine} {server.version}: no token ids in its answer; expected them (return_token_ids)")
+        raise Eagle3Error(
+            f"{server.engine} {server.version}: no token ids in its answer; expected them (return_token_ids)"
+        )
     return Answer(
         prompt_id(prompt),
         split_of(prompt, params.held_out_share),
@@ -179,13 +183,17 @@ def _model_of(url: str) -> str:
 def _ask_all(servers: list[base.Server], prompts: list[str], params: GenerateParams):
     """Answers as they come, ``concurrency`` at a time, servers in turn."""
     with ThreadPoolExecutor(params.concurrency) as pool:
-        jobs = [pool.submit(ask, server, prompt, params) for server, prompt in zip(cycle(servers), prompts, strict=False)]
+        jobs = [
+            pool.submit(ask, server, prompt, params) for server, prompt in zip(cycle(servers), prompts, strict=False)
+        ]
         try:
             for job in tqdm(as_completed(jobs), total=len(jobs), desc="generate", mininterval=2):
                 try:
                     yield job.result()
                 except openai.APIError as error:
-                    raise Eagle3Error(f"generate: a server failed {TRIES} times: {error}; what is finished is kept") from error
+                    raise Eagle3Error(
+                        f"generate: a server failed {TRIES} times: {error}; what is finished is kept"
+                    ) from error
         finally:
             for job in jobs:
                 job.cancel()

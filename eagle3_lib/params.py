@@ -68,7 +68,13 @@ def _injected_names(cell: str) -> list[str]:
     """Names assigned in a cell that papermill injected (it starts with the comment "# Parameters")."""
     if not cell.startswith("# Parameters"):
         return []
-    return [t.id for node in ast.parse(cell).body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)]
+    return [
+        t.id
+        for node in ast.parse(cell).body
+        if isinstance(node, ast.Assign)
+        for t in node.targets
+        if isinstance(t, ast.Name)
+    ]
 
 
 def _explain(fault: dict, where: str, model: type[BaseModel]) -> str:
@@ -187,7 +193,9 @@ class BenchmarkParams(Serving):
     @model_validator(mode="after")
     def drafter_goes_with_mode(self) -> Self:
         if (self.mode in ("plain", "ngram")) == bool(self.drafter):
-            raise ValueError(f"drafter: found {self.drafter!r} in mode {self.mode!r}; expected a folder in a drafter's mode only")
+            raise ValueError(
+                f"drafter: found {self.drafter!r} in mode {self.mode!r}; expected a folder in a drafter's mode only"
+            )
         return self
 
 
@@ -238,7 +246,9 @@ class Run:
         path = project_path(path)
         where = short_path(path)
         if not path.is_file():
-            raise Eagle3Error(f"{where}: no such params file; expected one of {sorted(p.name for p in (ROOT / 'params').glob('*.yaml'))}")
+            raise Eagle3Error(
+                f"{where}: no such params file; expected one of {sorted(p.name for p in (ROOT / 'params').glob('*.yaml'))}"
+            )
         try:
             raw = yaml.safe_load(path.read_text()) or {}
         except yaml.YAMLError as error:
@@ -247,7 +257,9 @@ class Run:
             raise Eagle3Error(f"{where}: found {type(raw).__name__}, expected sections")
         known = {"run", "shared", "drafters", "engines", *STAGES}
         if unknown := sorted(map(str, raw.keys() - known)):
-            raise Eagle3Error(f"{where}: unknown section {', '.join(unknown)}; expected some of {', '.join(sorted(known))}")
+            raise Eagle3Error(
+                f"{where}: unknown section {', '.join(unknown)}; expected some of {', '.join(sorted(known))}"
+            )
         self.where, self.raw = where, raw
         self.name = raw.get("run", path.stem)
         self.drafters: dict[str, str] = {k: v.format(run=self.name) for k, v in (raw.get("drafters") or {}).items()}

@@ -85,7 +85,10 @@ def acceptance_curves(replays: dict[str, dict]) -> Figure:
     figure, axes = plt.subplots()
     for index, (name, replay) in enumerate(replays.items()):
         positions = range(1, replay["positions"] + 1)
-        for who, key, look, shift in (("engine", "engine_acceptance", ENGINE, -0.03), ("replay", "replay_acceptance", REPLAY, 0.03)):
+        for who, key, look, shift in (
+            ("engine", "engine_acceptance", ENGINE, -0.03),
+            ("replay", "replay_acceptance", REPLAY, 0.03),
+        ):
             rates = replay[key]["curve"]
             axes.errorbar(
                 [p + shift for p in positions],
@@ -109,10 +112,20 @@ def mean_lengths(replays: dict[str, dict]) -> Figure:
         for key, shift, fill in (("engine_acceptance", -0.13, "full"), ("replay_acceptance", 0.13, "none")):
             interval = replay[key]["mean_length"]
             axes.errorbar(
-                [interval["value"]], [index + shift], xerr=_errors(interval), marker=MARKERS[index], color=f"C{index}", capsize=3, fillstyle=fill
+                [interval["value"]],
+                [index + shift],
+                xerr=_errors(interval),
+                marker=MARKERS[index],
+                color=f"C{index}",
+                capsize=3,
+                fillstyle=fill,
             )
             axes.annotate(f" {interval['value']:.2f}", (interval["high"], index + shift), va="center")
-    axes.set(yticks=range(len(replays)), yticklabels=list(replays), xlabel="mean acceptance length (filled: engine, open: replay)")
+    axes.set(
+        yticks=range(len(replays)),
+        yticklabels=list(replays),
+        xlabel="mean acceptance length (filled: engine, open: replay)",
+    )
     axes.set_ylim(len(replays) - 0.5, -0.5)
     axes.set_xlim(left=1)
     return figure
@@ -122,10 +135,22 @@ def throughput(speeds: dict[str, dict]) -> Figure:
     """Throughput over plain decoding, one request at a time; ``speeds``: mode -> interval of the paired ratio."""
     figure, axes = plt.subplots(figsize=(6.4, 0.9 + 0.5 * len(speeds)))
     for index, (_mode, interval) in enumerate(speeds.items()):
-        axes.errorbar([interval["value"]], [index], xerr=_errors(interval), marker=MARKERS[index], color=f"C{index}", capsize=3, linestyle="none")
+        axes.errorbar(
+            [interval["value"]],
+            [index],
+            xerr=_errors(interval),
+            marker=MARKERS[index],
+            color=f"C{index}",
+            capsize=3,
+            linestyle="none",
+        )
         axes.annotate(f" {interval['value']:.2f}x", (interval["high"], index), va="center")
     axes.axvline(1, color=PAGE_TEXT, linewidth=1, linestyle=":")
-    axes.set(yticks=range(len(speeds)), yticklabels=list(speeds), xlabel="throughput over plain decoding (dotted line: equal)")
+    axes.set(
+        yticks=range(len(speeds)),
+        yticklabels=list(speeds),
+        xlabel="throughput over plain decoding (dotted line: equal)",
+    )
     axes.set_ylim(len(speeds) - 0.5, -0.5)
     axes.set_xlim(left=0)
     return figure
@@ -153,7 +178,10 @@ def training(log: list[dict], evaluations: list[dict]) -> Figure:
 
 
 def _smooth(values: list[float], width: int = 10) -> list[float]:
-    return [sum(values[max(0, i - width + 1) : i + 1]) / len(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
+    return [
+        sum(values[max(0, i - width + 1) : i + 1]) / len(values[max(0, i - width + 1) : i + 1])
+        for i in range(len(values))
+    ]
 
 
 def profile(result: dict) -> Figure:

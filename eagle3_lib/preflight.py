@@ -36,10 +36,14 @@ def run(params: PreflightParams) -> dict:
                 "folder": params.drafter,
                 "boundaries": list(drafter.boundaries),
                 "draft_vocab_size": drafter.draft_vocab_size,
-                "parameters": sum(p.numel() for n, p in loaded.drafter.named_parameters() if not n.startswith("embed_tokens")),
+                "parameters": sum(
+                    p.numel() for n, p in loaded.drafter.named_parameters() if not n.startswith("embed_tokens")
+                ),
                 "conversions": loaded.conversions,
             },
-            "disk": plan(tokens, len(drafter.boundaries), config.hidden_size, params.feature_dtype, project_path(params.out)),
+            "disk": plan(
+                tokens, len(drafter.boundaries), config.hidden_size, params.feature_dtype, project_path(params.out)
+            ),
         }
         write_json(project_path(params.out) / "preflight.json", result)
         notes |= {"fits": result["disk"]["fits"]}

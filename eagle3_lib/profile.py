@@ -19,13 +19,14 @@ from .provenance import project_path, stage, write_json
 
 # First match wins. Kernel names: vLLM and SGLang custom all-reduce, NCCL, gloo; ATen and oneDNN operators on CPUs.
 KINDS = {
-    "communication": r"all_?reduce|all_?gather|reduce_?scatter|cross_device_reduce|nccl|gloo|c10d|broadcast_coalesced|one_?shot|two_?shot",
+    "communication": r"all_?reduce|all_?gather|reduce_?scatter|cross_device_reduce|nccl|gloo|c10d|one_?shot|two_?shot",
     "attention": r"attention|attn|flash|paged|mla|reshape_and_cache|slot_mapping",
     "mixture of experts": r"moe|expert|grouped_gemm|topk_softmax",
     "dense matmul": r"gemm|matmul|addmm|::mm$|::bmm|linear|onednn|cublas|cutlass|nvjet",
     "normalisation and rope": r"norm|rotary|rope",
     "sampling": r"sampl|argmax|softmax|topk|multinomial|sort",
-    "elementwise and copies": r"copy|cat|add|mul|silu|index|fill|zero|to$|_to_|clone|embedding|gather|select|slice|elementwise|memcpy|memset|where|stack|arange|resize|empty|sub|div|cumsum|eq|nonzero|pad|repeat",
+    "elementwise and copies": r"copy|cat|add|mul|silu|index|fill|zero|to$|_to_|clone|embedding|gather|select|slice|where"
+    r"|elementwise|memcpy|memset|stack|arange|resize|empty|sub|div|cumsum|eq|nonzero|pad|repeat",
 }
 
 
@@ -33,7 +34,8 @@ def run(params: ProfileParams) -> dict:
     """Serve the target plainly, trace one decode, and share its time out by kind of operation.
 
     Returns:
-        {"device", "tokens", "busy_s", "share": {kind: share}, "top": [[name, kind, seconds, calls]], "communication_share"}.
+        {"device", "tokens", "busy_s", "share": {kind: share}, "top": [[name, kind, seconds, calls]],
+        "communication_share"}.
     """
     out, folder = project_path(params.out), targets.resolve(params.target)
     with stage("profile", params) as notes:
@@ -47,7 +49,10 @@ def run(params: ProfileParams) -> dict:
             httpx.post(f"{server.url}/start_profile", timeout=60).raise_for_status()
             answer = base.complete(server, prompt, params.decode_tokens)
             httpx.post(f"{server.url}/stop_profile", timeout=300).raise_for_status()
-        result = summarise(_read_traces(traces)) | {"tokens": len(answer.output_ids), "seconds": round(answer.seconds, 3)}
+        result = summarise(_read_traces(traces)) | {
+            "tokens": len(answer.output_ids),
+            "seconds": round(answer.seconds, 3),
+        }
         result |= {"engine": server.engine, "version": server.version, "load_s": server.load_s}
         write_json(out / "profile.json", result)
         notes |= {"communication_share": result["communication_share"]}
@@ -64,10 +69,16 @@ def _read_traces(folder: Path) -> list[dict]:
     for path in sorted(folder.rglob("*.json*")):
         opener = gzip.open if path.suffix == ".gz" else open
         with opener(path, "rt") as file:
-            events = [e for e in json.load(file).get("traceEvents", []) if e.get("ph") == "X" and e.get("cat") in ("kernel", "cpu_op")]
+            events = [
+                e
+                for e in json.load(file).get("traceEvents", [])
+                if e.get("ph") == "X" and e.get("cat") in ("kernel", "cpu_op")
+            ]
         best = max(best, events, key=len)
     if not best:
-        raise Eagle3Error(f"{folder}: found no trace with operators in it; expected one from the engine's torch profiler")
+        raise Eagle3Error(
+            f"{folder}: found no trace with operators in it; expected one from the engine's torch profiler"
+        )
     return best
 
 

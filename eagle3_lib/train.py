@@ -71,19 +71,17 @@ def training_time_test(drafter: Drafter, batch: Batch, head: Tensor, steps: int)
     Args:
         head: [draft vocab, Ht] rows of the target's lm_head for the draft vocabulary.
     """
-    with torch.no_grad():
-        target_log_probs = (batch.last_hidden @ head.T).log_softmax(-1)  # [B, T, draft vocab]
-        in_vocabulary = drafter.t2d[batch.argmax]
+    in_vocabulary = drafter.t2d[batch.argmax]
     results = []
-    for step, logits in enumerate(drafter.unroll(batch.fused, batch.ids, steps)):
+    for step, hidden in enumerate(drafter.hidden_states(batch.fused, batch.ids, steps)):
         first = 1 + step  # slot t is taught by position t + 1 + step
-        logits = logits[:, : batch.ids.shape[1] - first]
         counted = batch.mask[:, first:]
-        taught = counted & in_vocabulary[:, first:]
-        soft = target_log_probs[:, first:][taught].exp()
-        loss = -(soft * logits[taught].log_softmax(-1)).sum()
-        guesses = drafter.target_ids[logits.argmax(-1)]
-        right = (guesses == batch.argmax[:, first:]) & counted
+        likeliest, taught = batch.argmax[:, first:][counted], in_vocabulary[:, first:][counted]
+        with torch.no_grad():
+            soft = (batch.last_hidden[:, first:][counted] @ head.T).softmax(-1)
+        logits = drafter.lm_head(hidden[:, : counted.shape[1]][counted])  # [counted positions, draft vocab]
+        loss = -((soft * logits.log_softmax(-1)).sum(-1) * taught).sum()
+        right = drafter.target_ids[logits.argmax(-1)] == likeliest
         results.append(StepResult(loss, right.sum(), taught.sum(), counted.sum()))
     return results
 
@@ -106,7 +104,9 @@ def evaluate(drafter: Drafter, samples: list[Sample], num_speculative_tokens: in
     return {"rounds_by_request": rounds, **acceptance.summary(rounds, num_speculative_tokens)}
 
 
-def run(params: TrainParams, on_epoch: Callable[[list[dict], list[dict]], None] = lambda log, evaluations: None) -> dict:
+def run(
+    params: TrainParams, on_epoch: Callable[[list[dict], list[dict]], None] = lambda log, evaluations: None
+) -> dict:
     """Finetune; after each epoch replay the held-out samples, save, and remember where to go on when killed.
 
     Args:
@@ -118,7 +118,11 @@ def run(params: TrainParams, on_epoch: Callable[[list[dict], list[dict]], None] 
     """
     out, folder = project_path(params.out), targets.resolve(params.target)
     config = targets.load_config(folder)
-    with stage("train", params, {"features": project_path(params.features) / "index.json", "drafter": project_path(params.drafter)}) as notes:
+    with stage(
+        "train",
+        params,
+        {"features": project_path(params.features) / "index.json", "drafter": project_path(params.drafter)},
+    ) as notes:
         store = Store(project_path(params.features))
         drafter = checkpoint.load(params.drafter, config.num_hidden_layers).drafter
         checkpoint.check_fits(drafter.config, config, params.drafter, params.target)
@@ -128,7 +132,9 @@ def run(params: TrainParams, on_epoch: Callable[[list[dict], list[dict]], None] 
             )
         train, held_out = ([store[i] for i in store.split(name)] for name in ("train", "held_out"))
         if not train or not held_out:
-            raise Eagle3Error(f"{params.features}: found {len(train)} train and {len(held_out)} held-out samples, expected some of each")
+            raise Eagle3Error(
+                f"{params.features}: found {len(train)} train and {len(held_out)} held-out samples, expected some of each"
+            )
         embedding, head = targets.embedding_and_head(folder)
         drafter.share_embedding(embedding.float())
         drafter.to(params.device)
@@ -163,7 +169,9 @@ class Trainer:
     def _start_schedule(self, batches: int) -> None:
         total = batches * self.params.epochs
         warmup = round(total * self.params.warmup_share)
-        self.schedule = get_cosine_schedule_with_warmup(self.optimiser, warmup, total, last_epoch=self.epoch * batches - 1)
+        self.schedule = get_cosine_schedule_with_warmup(
+            self.optimiser, warmup, total, last_epoch=self.epoch * batches - 1
+        )
 
     def run_epoch(self, samples: list[Sample]) -> None:
         """One pass over the samples in an order that the seed and the epoch decide."""
@@ -185,7 +193,9 @@ class Trainer:
         results = training_time_test(self.drafter, batch, self.head, self.params.ttt_steps)
         loss = combined_loss(results, self.params.loss_decay)
         if not bool(loss.isfinite()):
-            raise Eagle3Error(f"train: the loss is {loss.item()} in epoch {self.epoch + 1}; the state of epoch {self.epoch} is kept")
+            raise Eagle3Error(
+                f"train: the loss is {loss.item()} in epoch {self.epoch + 1}; the state of epoch {self.epoch} is kept"
+            )
         self.optimiser.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.weights, self.params.clip_norm)
@@ -203,7 +213,9 @@ class Trainer:
     def note_evaluation(self, result: dict) -> None:
         self.evaluations.append({"epoch": self.epoch, **result})
         mean = result["mean_length"]
-        print(f"epoch {self.epoch}: held-out mean acceptance length {mean['value']:.3f} ({mean['low']:.3f} to {mean['high']:.3f})")
+        print(
+            f"epoch {self.epoch}: held-out mean acceptance length {mean['value']:.3f} ({mean['low']:.3f} to {mean['high']:.3f})"
+        )
 
     def _key(self) -> dict:
         return self.params.model_dump(exclude={"out", "device"})

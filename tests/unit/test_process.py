@@ -56,7 +56,8 @@ def test_a_server_ends_with_the_process_that_holds_it(signum):
 def test_when_the_first_process_of_a_server_is_killed_its_children_go_too():
     tag = f"eagle3-test-{os.getpid()}-alone"
     supervisor = subprocess.Popen(
-        [sys.executable, "-m", "eagle3_lib.process", "--group", sys.executable, "-c", SERVER.replace("TAG", tag)], start_new_session=True
+        [sys.executable, "-m", "eagle3_lib.process", "--group", sys.executable, "-c", SERVER.replace("TAG", tag)],
+        start_new_session=True,
     )
     assert wait_until(lambda: len(tagged(tag)) >= 3)
     first = next(p for p in tagged(tag) if p.ppid() == supervisor.pid)
@@ -100,8 +101,9 @@ def test_a_server_that_never_answers_is_given_up_and_ended(tmp_path):
     tag = f"eagle3-test-{os.getpid()}-mute"
     server = base.Server("http://127.0.0.1:9", "target", "stub", "0")
     started = time.monotonic()
-    with pytest.raises(Eagle3Error, match="has not answered"), base.launch(
-        [sys.executable, "-c", SERVER.replace("TAG", tag)], {}, tmp_path / "server.log", server, 2
+    with (
+        pytest.raises(Eagle3Error, match="has not answered"),
+        base.launch([sys.executable, "-c", SERVER.replace("TAG", tag)], {}, tmp_path / "server.log", server, 2),
     ):
         pass
     assert time.monotonic() - started < 12
