@@ -282,6 +282,7 @@ def _layout_traits(survey: Survey, config: DrafterConfig) -> dict:
         "flat_names": survey.naming == "layers.0" and not is_speculators(raw),
         "architecture_without_eagle3": "Eagle3" not in architecture and {"architecture": architecture or "not given"},
         "mtp_model_type": raw.get("model_type") in MTP_MODEL_TYPES and {"model_type": raw.get("model_type")},
+        "rope_theta_missing": "rope_theta" not in layer and "rope_theta" not in (layer.get("rope_parameters") or {}),
         "mla": config.latent is not None,
         "mla_without_rope_scaling": config.latent is not None and not raw.get("rope_scaling"),
         "boundary_count_not_3": count != 3 and {"count": count},

@@ -99,7 +99,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: DrafterConfig, inputs: int):
         super().__init__()
-        self.head_dim, self.groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+        self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(inputs, queries, bias=config.attention_bias)
         self.k_proj = nn.Linear(inputs, keys, bias=config.attention_bias)
@@ -108,17 +108,22 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, S, inputs] -> query [B, heads, S, d], keys and values [B, kv heads, S, d], turned by ``rope``."""
+        query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        keys = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        values = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return *apply_rotary_pos_emb(query, keys, *rope), values
+
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Cache) -> Tensor:
         """x [B, S, inputs] of one step; its keys and values are appended to those of earlier steps in ``cache``."""
-        query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        query, key = apply_rotary_pos_emb(query, key, *rope)
-        cache.append((key.repeat_interleave(self.groups, 1), value.repeat_interleave(self.groups, 1)))
-        return self.o_proj(lattice_attention(query, cache, self.head_dim**-0.5).transpose(1, 2).flatten(2))
+        query, keys, values = self.project(x, rope)
+        groups = query.shape[1] // keys.shape[1]
+        cache.append((keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)))
+        return self.o_proj(lattice_attention(query, cache, self.scale).transpose(1, 2).flatten(2))
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Attention):
     """Multi-head latent attention: queries and keys of a rope part, interleaved, and of a part without positions.
 
     The softmax scale carries YaRN's mscale twice (once for the query, once for the key), as vLLM's deepseek_v2.py and
@@ -126,31 +131,27 @@ class LatentAttention(nn.Module):
     """
 
     def __init__(self, config: DrafterConfig, inputs: int):
-        super().__init__()
-        sizes, heads = config.latent, config.num_attention_heads
+        nn.Module.__init__(self)
+        sizes, heads, eps = config.latent, config.num_attention_heads, config.rms_norm_eps
         self.sizes, self.scale = sizes, sizes.qk_head_dim**-0.5 * yarn_mscale(config.rope_parameters) ** 2
         self.q_a_proj = nn.Linear(inputs, sizes.q_lora_rank, bias=False)
-        self.q_a_layernorm = nn.RMSNorm(sizes.q_lora_rank, eps=config.rms_norm_eps)
+        self.q_a_layernorm = nn.RMSNorm(sizes.q_lora_rank, eps=eps)
         self.q_b_proj = nn.Linear(sizes.q_lora_rank, heads * sizes.qk_head_dim, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(inputs, sizes.kv_lora_rank + sizes.qk_rope_head_dim, bias=False)
-        self.kv_a_layernorm = nn.RMSNorm(sizes.kv_lora_rank, eps=config.rms_norm_eps)
+        self.kv_a_layernorm = nn.RMSNorm(sizes.kv_lora_rank, eps=eps)
         self.kv_b_proj = nn.Linear(sizes.kv_lora_rank, heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * sizes.v_head_dim, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Cache) -> Tensor:
-        """x [B, S, inputs] of one step; its keys and values are appended to those of earlier steps in ``cache``."""
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, S, inputs] -> query, keys [B, heads, S, nope + rope] and values [B, heads, S, v]."""
         sizes = self.sizes
-        query = (
-            self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (-1, sizes.qk_head_dim)).transpose(1, 2)
-        )
-        compressed, key_rope = self.kv_a_proj_with_mqa(x).split([sizes.kv_lora_rank, sizes.qk_rope_head_dim], -1)
-        heads = self.kv_b_proj(self.kv_a_layernorm(compressed)).unflatten(-1, (query.shape[1], -1)).transpose(1, 2)
-        key_plain, value = heads.split([sizes.qk_nope_head_dim, sizes.v_head_dim], -1)
-        query_plain, query_rope = query.split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], -1)
+        query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (-1, sizes.qk_head_dim))
+        query, query_rope = query.transpose(1, 2).split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], -1)
+        latent, key_rope = self.kv_a_proj_with_mqa(x).split([sizes.kv_lora_rank, sizes.qk_rope_head_dim], -1)
+        heads = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (query.shape[1], -1)).transpose(1, 2)
+        keys, values = heads.split([sizes.qk_nope_head_dim, sizes.v_head_dim], -1)
         query_rope, key_rope = apply_rotary_pos_emb_interleave(query_rope, key_rope[:, None], *rope)
-        query = torch.cat([query_plain, query_rope], -1)
-        cache.append((torch.cat([key_plain, key_rope.expand_as(query_rope)], -1), value))
-        return self.o_proj(lattice_attention(query, cache, self.scale).transpose(1, 2).flatten(2))
+        return torch.cat([query, query_rope], -1), torch.cat([keys, key_rope.expand_as(query_rope)], -1), values
 
 
 def yarn_mscale(rope_parameters: dict) -> float:
@@ -266,6 +267,19 @@ class Drafter(nn.Module):
                     parameter.normal_(0, 0.02, generator=generator)
                 else:
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    def adapted(self, config: DrafterConfig, tensors: dict[str, Tensor] | None = None, seed: int = 0) -> "Drafter":
+        """A drafter of another config that starts from this one: every tensor of the same name and shape is copied.
+
+        Args:
+            tensors: what to take instead, by name; everything else is fresh (see :meth:`initialise`).
+        """
+        new = Drafter(config)
+        new.initialise(seed)
+        ours, theirs = self.state_dict() | (tensors or {}), new.state_dict()
+        kept = {name: ours[name] for name in theirs if name in ours and ours[name].shape == theirs[name].shape}
+        new.load_state_dict(kept, strict=False)
+        return new.eval()
 
     def share_embedding(self, weight: Tensor) -> None:
         """Use the target's embedding [vocab, H] unless the checkpoint brought its own."""

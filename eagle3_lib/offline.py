@@ -31,6 +31,7 @@ from vllm import LLM, SamplingParams
 def serve(drafter, answers):
     speculative = {"method": "eagle3", "model": drafter, "num_speculative_tokens": case["num_speculative_tokens"]}
     llm = LLM(model=case["target"], dtype=case["dtype"], max_model_len=case["max_model_len"], max_num_seqs=8,
+              max_num_batched_tokens=case["max_model_len"],
               enforce_eager=True, disable_log_stats=False, per_request_spec_decode_metrics="detailed", seed=0,
               speculative_config=speculative)
     prompts = [{"prompt_token_ids": ids} for ids in case["prompts"]]
@@ -72,7 +73,7 @@ def rounds(
     prompts: list[list[int]],
     num_speculative_tokens: int = 4,
     max_tokens: int = 48,
-    max_model_len: int = 1024,
+    max_model_len: int = 256,
     dtype: str = "float32",
     timeout_s: int = 240,
 ) -> list[list[Answer] | str]:
