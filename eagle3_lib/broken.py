@@ -85,10 +85,6 @@ def blocks(order: tuple[int | None, ...]):
     return edit
 
 
-def doubled_d2t(tensors: Tensors, _) -> Tensors:
-    return {"d2t": tensors["d2t"] + torch.arange(len(tensors["d2t"]))}
-
-
 def first_head_rows(tensors: Tensors, embedding: Tensor) -> Tensors:
     return {"lm_head.weight": embedding[: len(tensors["lm_head.weight"])]}  # the target's head is its embedding: tied
 
@@ -133,15 +129,14 @@ def unwritten_slots(prefill: bool):
         proposer = _proposer()
         original = proposer.set_inputs_first_pass
 
-        def patched(self, *, num_rejected_tokens_gpu, **others):
-            count, starts, metadata = original(self, num_rejected_tokens_gpu=num_rejected_tokens_gpu, **others)
-            if (num_rejected_tokens_gpu is None) == prefill:
-                slots = metadata.slot_mapping.clone()
-                kept = slots[starts.long()]
-                slots.fill_(-1)
-                slots[starts.long()] = kept
-                metadata = metadata.replace(slot_mapping=slots)
-            return count, starts, metadata
+        def patched(self, **inputs):
+            count, starts, metadata = original(self, **inputs)
+            lengths = metadata.query_start_loc.diff().long()
+            in_prefill = lengths > self.num_speculative_tokens + 1
+            skipped = (in_prefill == prefill).repeat_interleave(lengths)
+            skipped[starts.long()] = False
+            slots = metadata.slot_mapping.masked_fill(skipped, -1)
+            return count, starts, metadata.replace(slot_mapping=slots)
 
         proposer.set_inputs_first_pass = patched
 
@@ -226,7 +221,6 @@ INJECTIONS: dict[str, Injection] = {
     "middle boundary dropped": Injection(tensors=blocks((0, None, 2))),
     "high boundary dropped": Injection(tensors=blocks((0, 1, None))),
     "d2t dropped": Injection(tensors=lambda *_: {"d2t": None, "t2d": None}),
-    "d2t of target ids": Injection(tensors=doubled_d2t),
     "head of the target's first rows": Injection(tensors=first_head_rows),
     "embedding missing": Injection(tensors=no_embedding),
     "embedding off by one row": Injection(tensors=rolled_embedding),
@@ -237,7 +231,6 @@ INJECTIONS: dict[str, Injection] = {
     "fc_norm wrongly on": Injection(config=lambda *_: {"fc_norm": True}),
     "norm_before_fc wrongly on": Injection(config=lambda *_: {"norm_before_fc": True}),
     "rope theta 10000": Injection(config=lambda *_: {"rope_theta": 10000.0}),
-    "rope scaling ignored": Injection(config=lambda *_: {"rope_scaling": None}),
     "token shift": Injection(patch=unshifted_tokens),
     "features after the final norm": Injection(
         patch=captured(lambda model, hidden, residual: model.norm(hidden + residual))

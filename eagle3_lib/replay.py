@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from . import acceptance, benchmark, checkpoint, targets
 from .drafter import Drafter
@@ -306,15 +305,9 @@ class _Run:
 
     def _project(self, layer, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [rows, heads, d], scaled, and keys and values [rows, kv heads, d] at rope positions [rows]."""
-        attention = layer.self_attn
-        query, keys, values = (
-            projection(inputs).unflatten(-1, (-1, attention.head_dim))
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        cos, sin = self.drafter.rotary(inputs, positions[None])
-        query, keys = attention.q_norm(query)[None], attention.k_norm(keys)[None]
-        query, keys = apply_rotary_pos_emb(query, keys, cos, sin, unsqueeze_dim=2)
-        return query[0] * attention.head_dim**-0.5, keys[0], values
+        rope = self.drafter.rotary(inputs, positions[None])
+        query, keys, values = (states[0].transpose(0, 1) for states in layer.self_attn.project(inputs[None], rope))
+        return query * layer.self_attn.scale, keys, values
 
     def counts(self, rows: Tensor, keep: list | None = None) -> Tensor:
         """Accepted counts [rows]. ``keep`` collects (index into rows, step, keys and values by layer) of later steps."""
@@ -393,38 +386,38 @@ def _leave(layer, residual: Tensor, mixed: Tensor) -> Tensor:
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 
-STALE_PASSES = 4  # a stale state depends on the stale states before it; a few passes settle what argmax can see
-
-
 def _stale_counts(run: _Run, rows: Tensor, slots: list[list[int]], rounds: list[list[int]] | None) -> Tensor:
-    """Counts with the drafter's own states left in the cache, at slots s+1 .. s+a-1 of a round at s with a accepted."""
-    true_cache, lengths = run.cache, [len(some) for some in slots]
-    for _ in range(STALE_PASSES):
+    """Counts with the drafter's own states left in the cache, at slots s+1 .. s+a of a round at s with a accepted.
+
+    Drafting writes slots up to s+K-1; after K accepted, slot s+K was never written (zeros). Rounds depend on the rounds
+    before them, so they run one after the other, all texts at once. Without ``rounds`` only the slots that the replay's
+    own walk passes are counted; the others stay 0.
+    """
+    counts = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    firsts = [0, *torch.tensor([len(some) for some in slots]).cumsum(0).tolist()]  # of each text, as index into rows
+    places = list(firsts[:-1])
+    while open_ := [text for text, place in enumerate(places) if place < firsts[text + 1]]:
+        now = torch.tensor([places[text] for text in open_], device=rows.device)
         keep: list = []
-        counts = run.counts(rows, keep)
-        if rounds is None:
-            walked = _walked(counts.split(lengths), slots)
-        else:
-            walked = torch.tensor([count for some in rounds for count in some], device=rows.device)
-        run.cache = [(keys.clone(), values.clone()) for keys, values in true_cache]
-        for index, step, states in keep:
-            inside = step < walked[index]
-            stale = rows[index[inside]] + step
-            for (keys, values), (own_keys, own_values) in zip(run.cache, states, strict=True):
-                keys[stale], values[stale] = own_keys[inside], own_values[inside]
-    return run.counts(rows)
+        counts[now] = run.counts(rows[now], keep)
+        accepted = [
+            rounds[text][places[text] - firsts[text]] if rounds else int(counts[places[text]]) for text in open_
+        ]
+        _leave_stale(run, rows[now], torch.tensor(accepted, device=rows.device), keep)
+        for text, count in zip(open_, accepted, strict=True):
+            places[text] += 1 if rounds else count + 1
+    return counts
 
 
-def _walked(counts, slots: list[list[int]]) -> Tensor:
-    """The counts where the replay's own walk passes, 0 elsewhere."""
-    walked = []
-    for some, at in zip(counts, slots, strict=True):
-        kept, place = torch.zeros_like(some), 0
-        while place < len(at):
-            kept[place] = some[place]
-            place += int(some[place]) + 1
-        walked.append(kept)
-    return torch.cat(walked)
+def _leave_stale(run: _Run, rows: Tensor, accepted: Tensor, keep: list) -> None:
+    for index, step, states in keep:
+        inside = step <= accepted[index]
+        for (keys, values), (own_keys, own_values) in zip(run.cache, states, strict=True):
+            keys[rows[index[inside]] + step] = own_keys[inside]
+            values[rows[index[inside]] + step] = own_values[inside]
+    unwritten = rows[(accepted == run.steps) & (run.texts.left[rows] > run.steps + 1)] + run.steps
+    for keys, values in run.cache:
+        keys[unwritten], values[unwritten] = 0, 0
 
 
 def run(params: ReplayParams) -> dict:
