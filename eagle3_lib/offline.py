@@ -33,7 +33,7 @@ def serve(drafter, answers):
     llm = LLM(model=case["target"], dtype=case["dtype"], max_model_len=case["max_model_len"], max_num_seqs=8,
               max_num_batched_tokens=case["max_model_len"],
               enforce_eager=True, disable_log_stats=False, per_request_spec_decode_metrics="detailed", seed=0,
-              speculative_config=speculative)
+              skip_tokenizer_init=case["no_tokenizer"], speculative_config=speculative)
     prompts = [{"prompt_token_ids": ids} for ids in case["prompts"]]
     sampling = SamplingParams(temperature=0, max_tokens=case["max_tokens"], ignore_eos=True, detokenize=False)
     served = [(request.prompt_token_ids, request.outputs[0]) for request in llm.generate(prompts, sampling)]
@@ -88,6 +88,7 @@ def rounds(
         work = Path(folder)
         runs = [(str(path), str(work / f"{i}.json"), str(work / f"{i}.log")) for i, path in enumerate(drafters)]
         case = {"target": str(target), "prompts": prompts, "dtype": dtype, "runs": runs, "max_tokens": max_tokens}
+        case["no_tokenizer"] = not (target / "tokenizer.json").is_file()
         case |= {"num_speculative_tokens": num_speculative_tokens, "max_model_len": max_model_len}
         (work / "case.json").write_text(json.dumps(case))
         with (work / "log").open("wb") as sink:
