@@ -77,8 +77,9 @@ def test_a_target_that_does_not_load_shows_the_engines_own_words(target_folder, 
     for path in target_folder.iterdir():
         if path.suffix != ".safetensors":
             (broken / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(Eagle3Error) as error, vllm.serve(
-        BenchmarkParams(max_model_len=256), broken, tmp_path / "server.log"
+    with (
+        pytest.raises(Eagle3Error) as error,
+        vllm.serve(BenchmarkParams(max_model_len=256), broken, tmp_path / "server.log"),
     ):
         pass
     assert "while loading" in str(error.value) and "server.log" in str(error.value)

@@ -12,7 +12,12 @@ PROMPTS = generate.read_prompts(generate.project_path("params/prompts/python_fun
 
 
 def row(prompt, **more):
-    answer = {"id": generate.prompt_id(prompt), "split": generate.split_of(prompt, 0.25), "prompt": prompt, "prompt_ids": [1]}
+    answer = {
+        "id": generate.prompt_id(prompt),
+        "split": generate.split_of(prompt, 0.25),
+        "prompt": prompt,
+        "prompt_ids": [1],
+    }
     return answer | {"output_ids": [2, 3], "text": "t", "finish_reason": "stop", "seconds": 0.1} | more
 
 
@@ -72,7 +77,9 @@ def test_a_killed_run_asks_only_what_is_missing(tmp_path, monkeypatch):
 
 
 def test_samples_of_other_settings_are_moved_aside(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "_ask_all", lambda servers, prompts, params: (generate.Answer(**row(p)) for p in prompts))
+    monkeypatch.setattr(
+        generate, "_ask_all", lambda servers, prompts, params: (generate.Answer(**row(p)) for p in prompts)
+    )
     monkeypatch.setattr(generate, "_servers", lambda params, out: __import__("contextlib").nullcontext([None]))
     generate.run(GenerateParams(out=str(tmp_path / "out")))
     generate.run(GenerateParams(out=str(tmp_path / "out"), max_tokens=50))

@@ -11,7 +11,12 @@ def test_the_converted_target_gives_its_known_answer(target, tokenizer):
     question, expected = targets.SMOLLM2_CHECK
     assert targets.greedy_text(target, tokenizer, question) == expected
     config = target.config
-    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size, config.rms_norm_eps) == (30, 576, 49152, 1e-5)
+    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size, config.rms_norm_eps) == (
+        30,
+        576,
+        49152,
+        1e-5,
+    )
     assert target.dtype == torch.float32
 
 

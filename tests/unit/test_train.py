@@ -60,7 +60,11 @@ def test_loss_and_counts_equal_a_loop_over_slots(steps):
                     soft = (head @ s.features.last_hidden[position]).softmax(-1)
                     loss += -(soft * logits.log_softmax(-1)).sum().item()
         assert found[step].loss.item() == pytest.approx(loss, rel=1e-5)
-        assert (found[step].right.item(), found[step].taught.item(), found[step].counted.item()) == (right, taught, counted)
+        assert (found[step].right.item(), found[step].taught.item(), found[step].counted.item()) == (
+            right,
+            taught,
+            counted,
+        )
 
 
 def test_decay_weighs_steps():
@@ -83,7 +87,11 @@ def tiny(tmp_path, monkeypatch):
     weights = torch.randn(40, 16, generator=torch.Generator().manual_seed(4))
     monkeypatch.setattr(targets, "embedding_and_head", lambda folder: (weights, weights))
     return TrainParams(
-        out=str(tmp_path / "out"), features=str(tmp_path / "features"), drafter=str(tmp_path / "base"), epochs=4, batch_size=2
+        out=str(tmp_path / "out"),
+        features=str(tmp_path / "features"),
+        drafter=str(tmp_path / "base"),
+        epochs=4,
+        batch_size=2,
     )
 
 

@@ -1,0 +1,75 @@
+"""Benchmark and report: sums, ratios paired by prompt, and refusals before an engine starts."""
+
+import json
+
+import pytest
+import torch
+
+from eagle3_lib import benchmark, checkpoint, replay, report
+from eagle3_lib.drafter import Drafter, DrafterConfig
+from eagle3_lib.errors import Eagle3Error
+from eagle3_lib.params import BenchmarkParams, ReplayParams
+
+
+def timed(seconds_per_token, tokens=(10, 20), repeats=3):
+    return [
+        {
+            "repeat": r,
+            "id": f"p{i}",
+            "tokens": n,
+            "seconds": n * seconds_per_token * (1 + i),
+            "first_token_s": seconds_per_token,
+        }
+        for r in range(repeats)
+        for i, n in enumerate(tokens)
+    ]
+
+
+def test_throughput_sums_repeats_by_prompt():
+    tokens, seconds = benchmark.throughput(timed(0.1))
+    assert tokens.tolist() == [30, 60]
+    assert seconds.tolist() == pytest.approx([3.0, 12.0])
+
+
+def test_speedup_is_the_ratio_of_rates_and_paired():
+    ratio = report.speedup({"timed": timed(0.1)}, {"timed": timed(0.05)})
+    assert [ratio[key] for key in ("value", "low", "high")] == pytest.approx([2.0, 2.0, 2.0])
+    assert ratio["n"] == 2
+
+
+def test_summary_of_a_mode():
+    result = {"timed": timed(0.1), "positions": 2, "requests": [{"accepted": [2, 0, 1]}, {"accepted": [0]}]}
+    summary = benchmark.summarise(result)
+    assert summary["tokens_per_s"]["value"] == pytest.approx(90 / 15)
+    assert summary["tokens_per_s_by_repeat"] == [6.0, 6.0, 6.0]
+    assert summary["acceptance"]["accepted"] == [2, 1] and summary["acceptance"]["rounds"] == 4
+    assert summary["acceptance"]["mean_length"]["value"] == 1.75
+
+
+def test_a_drafter_of_another_hidden_size_is_refused_before_the_engine_starts(target_folder, tmp_path):
+    drafter = Drafter(
+        DrafterConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            vocab_size=49152,
+            draft_vocab_size=20,
+            target_hidden_size=16,
+            boundaries=(2, 15, 27),
+        )
+    )
+    drafter.initialise()
+    drafter.set_vocabulary(torch.arange(20))
+    checkpoint.save(drafter, tmp_path / "small")
+    with pytest.raises(Eagle3Error, match=r"config.json: target_hidden_size: found 16, expected 576 as in the target"):
+        benchmark.run(BenchmarkParams(mode="small", drafter=str(tmp_path / "small"), out=str(tmp_path / "out")))
+
+
+def test_replay_of_a_plain_run_is_refused(tmp_path):
+    (tmp_path / "benchmark.json").write_text(json.dumps({"positions": 0, "mode": "plain", "requests": []}))
+    with pytest.raises(Eagle3Error, match="mode 'plain' has no rounds; expected a drafter's run"):
+        replay.run(ReplayParams(benchmark=str(tmp_path), out=str(tmp_path / "out")))
+    with pytest.raises(Eagle3Error, match="run stage benchmark first"):
+        replay.run(ReplayParams(benchmark=str(tmp_path / "none"), out=str(tmp_path / "out")))
