@@ -9,6 +9,7 @@ all runs is benchmarks/results/fault_matrix.json.
 """
 
 import argparse
+import datetime
 import json
 import os
 import subprocess
@@ -16,13 +17,15 @@ import sys
 from pathlib import Path
 
 from eagle3_lib import broken
-from eagle3_lib.provenance import project_path, write_json
+from eagle3_lib.faults import HEALTHY as CORRECT
+from eagle3_lib.provenance import hardware, project_path, short_path, versions, write_json
 
 TARGET = "models/SmolLM2-135M-Instruct"
 DRAFTER = "drafters/smollm2-135m-eagle3"
 PROMPTS = "tests/data/vllm_cpu_replay.json"
 RUNS = "runs/fault_matrix"
 POSITIONS, MAX_TOKENS, MODEL_LENGTH = 4, 100, 1024
+HEALTHY_RUNS = {"none, bfloat16": {"dtype": "bfloat16"}}  # more healthy engines than the plain one
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -42,20 +45,13 @@ def run_engine(name: str, fault: str, drafter: str = DRAFTER, **settings) -> Pat
     if out.is_file():
         return out
     folder = broken.shim(drafter, fault, project_path(RUNS) / "drafters" / out.stem, TARGET)
-    job = {
-        "name": name,
-        "fault": fault,
-        "drafter": str(folder),
-        "out": str(out),
-        "dtype": "float32",
-        "temperature": 0,
-    } | settings
+    job = {"name": name, "fault": fault, "drafter": short_path(drafter), "served": str(folder), "out": str(out)}
+    job |= {"dtype": "float32", "temperature": 0} | settings
     environment = os.environ | ENVIRONMENT | {broken.VARIABLE: fault, "PYTHONPATH": str(project_path("."))}
     log = out.with_suffix(".log")
     with log.open("w") as sink:
-        done = subprocess.run(
-            [sys.executable, __file__, "--engine", json.dumps(job)], env=environment, stdout=sink, stderr=sink
-        )
+        command = [sys.executable, __file__, "--engine", json.dumps(job)]
+        done = subprocess.run(command, env=environment, stdout=sink, stderr=sink)
     if done.returncode:
         sys.exit(f"{name}: the engine ended with status {done.returncode}:\n{log.read_text()[-3000:]}")
     return out
@@ -75,7 +71,7 @@ def engine(job: dict) -> None:
         disable_log_stats=False,
         per_request_spec_decode_metrics="detailed",
         worker_extension_cls=broken.EXTENSION,
-        speculative_config={"method": "eagle3", "model": job["drafter"], "num_speculative_tokens": POSITIONS},
+        speculative_config={"method": "eagle3", "model": job["served"], "num_speculative_tokens": POSITIONS},
     )
     sampling = vllm.SamplingParams(temperature=job["temperature"], max_tokens=MAX_TOKENS, seed=job.get("seed"))
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
@@ -88,21 +84,123 @@ def engine(job: dict) -> None:
         }
         for index, output in enumerate(outputs)
     ]
-    record = {k: job[k] for k in ("name", "fault", "dtype", "temperature")}
+    record = {k: job[k] for k in ("name", "fault", "drafter", "dtype", "temperature")}
     record |= {"engine": f"vllm {vllm.__version__}", "num_speculative_tokens": POSITIONS, "max_tokens": MAX_TOKENS}
     write_json(Path(job["out"]), record | {"requests": requests})
+
+
+def examine(out: Path) -> dict:
+    """The replay of one engine run under every hypothesis; kept beside the run."""
+    kept = out.with_suffix(".replay.json")
+    if not kept.is_file():
+        import torch
+
+        from eagle3_lib import checkpoint, faults, targets
+
+        record = json.loads(out.read_text())
+        target = targets.load(targets.resolve(TARGET), torch.float32)
+        drafter = checkpoint.load_for(record["drafter"], TARGET, target)
+        requests = [request | {"accepted": request["per_step_accepted"]} for request in record["requests"]]
+        examined = faults.examine(target, drafter, requests, record["num_speculative_tokens"])
+        name = Path(record["drafter"]).name
+        write_json(kept, {"drafter": name, "positions": record["num_speculative_tokens"], "requests": examined})
+    return json.loads(kept.read_text())
+
+
+def judged(out: Path) -> dict:
+    """One row of the matrix."""
+    from eagle3_lib import diagnose
+
+    record, replay = json.loads(out.read_text()), examine(out)
+    verdict = diagnose.judge(replay)
+    agreement = {row["hypothesis"]: row["value"] for row in verdict.evidence["ranking"]}
+    fault = record["fault"]
+    named = [name for name in (verdict.fault, *verdict.ties) if name]
+    row = {
+        "run": record["name"],
+        "fault": fault,
+        "dtype": record["dtype"],
+        "drafter": record["drafter"],
+        "rounds": sum(len(request["engine_rounds"]) for request in replay["requests"]),
+        "rounds_compared": verdict.evidence["rounds_compared"],
+        "mean_length": verdict.evidence["engine"]["mean_length"]["value"],
+        "verdict": verdict.kind,
+        "named": verdict.fault,
+        "agreement_correct_engine": agreement[CORRECT],
+    }
+    if fault == "none":
+        return row
+    others = {name: value for name, value in agreement.items() if name not in named and name != fault}
+    runner_up = max(others, key=others.get)
+    return row | {
+        "rank_of_true": 1 if fault in named else 1 + sum(value > agreement[fault] for value in agreement.values()),
+        "agreement_true": agreement[fault],
+        "runner_up": runner_up,
+        "agreement_runner_up": others[runner_up],
+        "tie_with": [name for name in named if name != fault],
+    }
+
+
+def write_matrix() -> dict:
+    """Judge every run that exists, print the table, and write benchmarks/results/fault_matrix.json."""
+    files = [path for path in sorted(project_path(RUNS).glob("*.json")) if not path.name.endswith(".replay.json")]
+    rows = [judged(path) for path in files]
+    faults, healthy = ([row for row in rows if (row["fault"] == "none") == none] for none in (False, True))
+    order = list(broken.INJECTIONS)
+    faults.sort(key=lambda row: order.index(row["fault"]))
+    result = {
+        "command": "python benchmarks/fault_matrix.py",
+        "date": datetime.date.today().isoformat(),
+        "hardware": hardware(),
+        "versions": versions(),
+        "target": TARGET,
+        "positions": POSITIONS,
+        "faults": faults,
+        "healthy": healthy,
+        "first_or_tied": sum(row["rank_of_true"] == 1 for row in faults),
+        "healthy_false_alarms": sum(row["verdict"] not in ("healthy", "weak drafter") for row in healthy),
+    }
+    write_json(project_path("benchmarks/results/fault_matrix.json"), result)
+    print(table(result))
+    return result
+
+
+def table(result: dict) -> str:
+    """The matrix in Markdown, for docs/faults.md."""
+    lines = [
+        "| fault in the engine | rounds | mean length | reproduced by it | by a correct engine | by the next | told from all but |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["faults"]:
+        lines.append(
+            f"| {row['fault']} | {row['rounds']} | {row['mean_length']:.2f} | {row['agreement_true']:.1%} | "
+            f"{row['agreement_correct_engine']:.1%} | {row['agreement_runner_up']:.1%} ({row['runner_up']}) | "
+            f"{', '.join(row['tie_with']) or '-'} |"
+        )
+    for row in result["healthy"]:
+        lines.append(
+            f"| none ({row['run']}) | {row['rounds']} | {row['mean_length']:.2f} | | "
+            f"{row['agreement_correct_engine']:.1%} | | verdict: {row['verdict']} |"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(broken.INJECTIONS), metavar="FAULT")
-    parser.add_argument("--judge", action="store_true")
+    parser.add_argument("--judge", action="store_true", help="judge the runs that exist, start no engine")
+    parser.add_argument("--no-judge", action="store_true", help="only run the engine")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.engine:
         return engine(json.loads(arguments.engine))
-    for fault in [] if arguments.judge else arguments.only:
-        print(fault, run_engine(fault, fault), flush=True)
+    if not arguments.judge:
+        for fault in arguments.only:
+            print(fault, run_engine(fault, fault), flush=True)
+        for name, settings in HEALTHY_RUNS.items() if arguments.only == list(broken.INJECTIONS) else ():
+            print(name, run_engine(name, "none", **settings), flush=True)
+    if not arguments.no_judge:
+        write_matrix()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .checkpoint import default_boundaries
 from .drafter import Drafter
+from .lossless import greedy
 from .replay import (
     BEFORE_UPDATE,
     NORMED,
@@ -27,11 +28,14 @@ from .replay import (
     Setup,
     Texts,
     all_slots,
+    capture,
     captured_for,
+    compare,
     correct,
     counts_at,
     own_rounds,
     round_slots,
+    walk,
 )
 
 HEALTHY = "correct engine"
@@ -639,3 +643,57 @@ def replay_all(
         return {name: own_rounds(counts_at(setup, texts, slots, steps), texts) for name, setup in setups.items()}
     slots = [round_slots(counts, length) for counts, length in zip(rounds, texts.prompt_lengths, strict=True)]
     return {name: counts_at(setup, texts, slots, steps, rounds) for name, setup in setups.items()}
+
+
+REQUESTS_AT_ONCE = 16  # their streams are held together: about 40 tensors [tokens, Ht]
+
+
+def examine(
+    target, drafter: Drafter, requests: list[dict], steps: int, names: Iterable[str] | None = None
+) -> list[dict]:
+    """Replay a correct engine and the catalogue on an engine's tokens: the ``requests`` of replay.json.
+
+    Args:
+        requests: [{"id", "prompt_ids", "output_ids", "accepted": the engine's accepted counts, "drafted"}].
+        steps: K.
+        names: faults to try; all of them by default.
+    Returns:
+        for each request {"id", "prompt_length", "output_length", "engine_rounds", "drafted", "replay_rounds", "rows",
+        "hypotheses": {fault: accepted counts at the engine's rounds}, "greedy", "lossless"}.
+    """
+    setups = hypotheses(drafter, TargetParts.of(target), names)
+    examined = []
+    for first in range(0, len(requests), REQUESTS_AT_ONCE):
+        examined += _examine(target, setups, requests[first : first + REQUESTS_AT_ONCE], steps)
+    return examined
+
+
+@torch.no_grad()
+def _examine(target, setups: dict[str, Setup], requests: list[dict], steps: int) -> list[dict]:
+    texts = [request["prompt_ids"] + request["output_ids"] for request in requests]
+    features = list(capture(target, texts, setups[HEALTHY].drafter.config.boundaries, also=extra_streams(setups)))
+    laid = texts_of([(request["prompt_ids"], request["output_ids"]) for request in requests], features)
+    everywhere = counts_at(setups[HEALTHY], laid, all_slots(laid), steps)
+    faulty = {name: setup for name, setup in setups.items() if name != HEALTHY}
+    counts = replay_all(faulty, laid, [request["accepted"] for request in requests], steps)
+    examined = []
+    for index, (request, some) in enumerate(zip(requests, features, strict=True)):
+        start = len(request["prompt_ids"])
+        accepted = [0] * (start - 1) + everywhere[index]
+        emitted = torch.tensor(request["output_ids"], device=target.device)
+        choices = greedy(target.lm_head(some.last_hidden[start - 1 : -1]), emitted)
+        examined.append(
+            {
+                "id": request["id"],
+                "prompt_length": start,
+                "output_length": len(request["output_ids"]),
+                "engine_rounds": request["accepted"],
+                "drafted": request.get("drafted"),
+                "replay_rounds": walk(accepted, start),
+                "rows": compare(request["accepted"], accepted, start, steps),
+                "hypotheses": {name: by_request[index] for name, by_request in counts.items()},
+                "greedy": choices,
+                "lossless": choices["not_first_choice"] - choices["near_ties"],
+            }
+        )
+    return examined

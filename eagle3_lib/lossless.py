@@ -17,7 +17,9 @@ from scipy import stats
 from torch import Tensor
 
 ALARM = 1e-3  # two-sided level of each single test; there are four, so a correct engine fails one in 0.4 % of runs
-NEAR_TIE = 0.02  # logits: a greedy token this close below the first choice counts as a tie (float32; take 0.5 in bfloat16)
+NEAR_TIE = (
+    0.02  # logits: a greedy token this close below the first choice counts as a tie (float32; take 0.5 in bfloat16)
+)
 TEMPERATURES = np.round(np.arange(0.2, 2.01, 0.05), 2)
 ACCEPTED, RECOVERED, BONUS, PLAIN = "accepted", "recovered", "bonus", "plain"
 
@@ -169,7 +171,9 @@ def judge(emitted: Emission, temperature: float) -> dict:
     tests = {
         "emitted": _z(e.surprisal, e.expected, e.variance),
         "acceptance": _z(accepted.astype(float), p, p * (1 - p)),
-        "recovered": _z(e.recovered_surprisal[excluding], e.recovered_expected[excluding], e.recovered_variance[excluding]),
+        "recovered": _z(
+            e.recovered_surprisal[excluding], e.recovered_expected[excluding], e.recovered_variance[excluding]
+        ),
         "not drafted": _z(*(values[~drafted] for values in (e.surprisal, e.expected, e.variance))),
     }
     repeated = int((recovered & e.is_draft).sum())
@@ -196,7 +200,9 @@ def _name(e: Emission, result: dict, gain: float, temperature: float) -> str | N
     if not failed:
         return None
     other_temperature = abs(result["best_temperature"] - temperature) > 0.051
-    if "not drafted" in failed or (other_temperature and gain > stats.chi2.isf(ALARM, 1) / 2 and "recovered" not in failed):
+    if "not drafted" in failed or (
+        other_temperature and gain > stats.chi2.isf(ALARM, 1) / 2 and "recovered" not in failed
+    ):
         return f"wrong temperature (the tokens fit {result['best_temperature']})"
     if failed <= {"recovered", "emitted"}:
         of_drafter = e.drafter_surprisal[recovered & ~e.is_draft]

@@ -424,12 +424,13 @@ def run(params: ReplayParams) -> dict:
     """Stage 08: replay one drafter on the tokens that the engine emitted, and lay its rounds beside the engine's.
 
     Returns:
-        {"drafter", "engine", "positions", "requests": [{"id", "prompt_length", "output_length", "engine_rounds",
-        "drafted", "replay_rounds", "rows", "lossless"}], "agreement": {"rounds", "equal", "cut"}, "engine_curve",
-        "replay_curve"}; ``lossless`` counts emitted tokens that are not the target's greedy choice. Also in replay.json.
+        {"drafter", "engine", "positions", "requests": as :func:`eagle3_lib.faults.examine`, "agreement": {"rounds",
+        "equal", "cut", "tokens_not_greedy"}, "engine_acceptance", "replay_acceptance"}. Also in replay.json.
     Raises:
         Eagle3Error: the benchmark is missing, or was of plain or n-gram decoding.
     """
+    from . import faults  # which builds on this module
+
     measured = benchmark.read(params.benchmark)
     positions = measured["positions"]
     if not positions or any(request["accepted"] is None for request in measured["requests"]):
@@ -441,26 +442,7 @@ def run(params: ReplayParams) -> dict:
         dtype = getattr(torch, params.dtype)
         target = targets.load(targets.resolve(params.target), dtype, params.device)
         drafter = checkpoint.load_for(params.drafter, params.target, target, dtype)
-        texts = [request["prompt_ids"] + request["output_ids"] for request in measured["requests"]]
-        requests = []
-        for request, text, features in zip(
-            measured["requests"], texts, capture(target, texts, drafter.config.boundaries)
-        ):
-            ids = torch.tensor([text], device=target.device)
-            accepted = accepted_at(drafts(drafter, features.fused[None], ids, positions)[0], text)
-            start = len(request["prompt_ids"])
-            requests.append(
-                {
-                    "id": request["id"],
-                    "prompt_length": start,
-                    "output_length": len(request["output_ids"]),
-                    "engine_rounds": request["accepted"],
-                    "drafted": request["drafted"],
-                    "replay_rounds": walk(accepted, start),
-                    "rows": compare(request["accepted"], accepted, start, positions),
-                    "lossless": int((features.argmax[start - 1 : -1] != ids[0, start:]).sum()),
-                }
-            )
+        requests = faults.examine(target, drafter, measured["requests"], positions)
         rows = [row for request in requests for row in request["rows"]]
         unequal = [row for row in rows if row["engine"] != row["replay"]]
         result = {

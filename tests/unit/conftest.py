@@ -1,0 +1,31 @@
+"""The recorded run of the real vLLM that replay is tested on, with everything that one forward pass of the target gives."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from eagle3_lib import checkpoint, faults, replay
+
+RECORDED = Path(__file__).parents[1] / "data" / "vllm_cpu_replay.json"
+
+
+@pytest.fixture(scope="session")
+def recorded(target):
+    """vLLM 0.32 on a CPU, float32, greedy, K = 4, 12 prompts; the record's origin is in docs/faults.md."""
+    record = json.loads(RECORDED.read_text())
+    drafter = checkpoint.load_for("drafters/smollm2-135m-eagle3", "SmolLM2", target)
+    setups = faults.hypotheses(drafter, faults.TargetParts.of(target))
+    requests = [(request["prompt_ids"], request["output_ids"]) for request in record["requests"]]
+    texts = [prompt + output for prompt, output in requests]
+    features = list(replay.capture(target, texts, drafter.config.boundaries, also=faults.extra_streams(setups)))
+    return SimpleNamespace(
+        record=record,
+        steps=record["num_speculative_tokens"],
+        drafter=drafter,
+        setups=setups,
+        features=features,
+        texts=faults.texts_of(requests, features),
+        rounds=[request["per_step_accepted"] for request in record["requests"]],
+    )
