@@ -12,6 +12,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import httpx
 import pandas as pd
 import torch
 import yaml
@@ -498,6 +499,23 @@ def target_side(folder: str | Path, target_folder: Path, config: DrafterConfig) 
         if ours.is_file() and theirs.is_file() and ours.read_bytes() != theirs.read_bytes():
             what = f"{name} beside the drafter is not the target's; engines use the target's"
             found.append(Finding("note", "tokenizer", what, name, "train on text rendered with the target's"))
+    return found
+
+
+def served_ids(url: str, model: str, conversations: list[list[dict]]) -> list[list[int]]:
+    """Token ids to which a running vLLM renders conversations, with the generation prompt (its route /tokenize).
+
+    Raises:
+        Eagle3Error: the server has no such route, or refuses.
+    """
+    found = []
+    for messages in conversations:
+        question = {"model": model, "messages": messages, "add_generation_prompt": True}
+        try:
+            answer = httpx.post(f"{url}/tokenize", json=question, timeout=60).raise_for_status()
+            found.append(answer.json()["tokens"])
+        except (httpx.HTTPError, KeyError, ValueError) as error:
+            raise Eagle3Error(f"{url}/tokenize: found no token ids of a conversation: {error}") from error
     return found
 
 

@@ -13,7 +13,7 @@ from eagle3_lib import checkpoint, export, gates, offline, replay, targets
 from eagle3_lib.provenance import ROOT
 
 pytestmark = pytest.mark.skipif(gates.source_tree("vllm") is None, reason="vLLM is not installed")
-STEPS, MAX_TOKENS, PROMPTS = 4, 32, 4
+STEPS, MAX_TOKENS, PROMPTS = 4, 24, 4
 # rounds that differ, at most: float32 sums of another order can turn a draft whose two best tokens tie
 ALLOWED = 1
 
@@ -84,42 +84,35 @@ def prompts() -> list[list[int]]:
     return [request["prompt_ids"] for request in requests[1 : PROMPTS + 1]]
 
 
-@pytest.fixture(scope="module")
-def served(variants, tmp_path_factory):
-    """Every variant exported for the installed vLLM and served by it."""
-    folder, config = targets.resolve(targets.SMOLLM2), None
-    config = checkpoint.read_config(folder)
-    work = tmp_path_factory.mktemp("exports")
-    paths = [
-        export.export(drafter, work / name, engine, "", config, torch.float32)
-        for name, (engine, drafter) in variants.items()
-    ]
-    answers = offline.rounds(folder, paths, prompts(), STEPS, MAX_TOKENS)
-    return dict(zip(variants, zip(paths, answers, strict=True), strict=True))
+GROUPS = {
+    "norms": ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc", "head_norms"),
+    "sizes": ("one_boundary", "three_boundaries", "five_boundaries", "two_layers", "attention_bias"),
+    "files": ("own_embedding", "full_vocabulary", "speculators_default", "speculators_five_boundaries"),
+}
 
 
-NAMES = [
-    *("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc", "one_boundary", "three_boundaries"),
-    *("five_boundaries", "own_embedding", "full_vocabulary", "attention_bias", "two_layers", "head_norms"),
-    *("speculators_default", "speculators_five_boundaries"),
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("group", GROUPS)
 @torch.no_grad()
-def test_rounds_are_the_replay_s(name, served, target):
-    path, answers = served[name]
-    assert not isinstance(answers, str), answers
-    drafter = checkpoint.load_for(path, "target", target)
-    texts = [answer.prompt_ids + answer.output_ids for answer in answers]
-    differing = rounds = accepted = 0
+def test_rounds_are_the_replay_s(group, variants, target, tmp_path):
+    folder = targets.resolve(targets.SMOLLM2)
+    config = checkpoint.read_config(folder)
+    exported = [(*variants[name], tmp_path / name) for name in GROUPS[group]]
+    paths = [export.export(drafter, path, engine, "", config, torch.float32) for engine, drafter, path in exported]
+    served = offline.rounds(folder, paths, prompts(), STEPS, MAX_TOKENS, timeout_s=600)
+    for name, path, answers in zip(GROUPS[group], paths, served, strict=True):
+        assert not isinstance(answers, str), f"{name}: {answers}"
+        rounds, accepted, differing = compared(checkpoint.load_for(path, "target", target), target, answers)
+        print(f"{name}: {rounds} rounds, {accepted} accepted, {differing} differ")
+        assert rounds >= 20 and differing <= ALLOWED, name
+
+
+def compared(drafter, target, answers) -> tuple[int, int, int]:
+    """Whole rounds, drafts that the engine accepted in them, and rounds in which the replay says otherwise."""
+    rows, texts = [], [answer.prompt_ids + answer.output_ids for answer in answers]
     for answer, text, features in zip(
         answers, texts, replay.capture(target, texts, drafter.config.boundaries), strict=True
     ):
         proposed = replay.drafts(drafter, features.fused[None], torch.tensor([text]), STEPS)[0]
-        rows = replay.compare(answer.accepted, replay.accepted_at(proposed, text), len(answer.prompt_ids), STEPS)
-        rows = [row for row in rows if not row["cut"]]
-        differing += sum(row["engine"] != row["replay"] for row in rows)
-        rounds, accepted = rounds + len(rows), accepted + sum(row["engine"] for row in rows)
-    print(f"{name}: {rounds} rounds, {accepted} accepted, {differing} differ")
-    assert rounds >= 40 and differing <= ALLOWED
+        rows += replay.compare(answer.accepted, replay.accepted_at(proposed, text), len(answer.prompt_ids), STEPS)
+    rows = [row for row in rows if not row["cut"]]
+    return len(rows), sum(row["engine"] for row in rows), sum(row["engine"] != row["replay"] for row in rows)

@@ -1,0 +1,31 @@
+"""The target's side: a real server renders conversations to the token ids that training renders."""
+
+import pytest
+
+from eagle3_lib import audit, gates, targets
+from eagle3_lib.engines import vllm
+from eagle3_lib.errors import Eagle3Error
+from eagle3_lib.params import BenchmarkParams
+
+pytestmark = pytest.mark.skipif(gates.source_tree("vllm") is None, reason="vLLM is not installed")
+CONVERSATIONS = [
+    [{"role": "user", "content": "Why is the sky blue?"}],
+    [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "  Café, naïve \u2603 \n"}],
+    [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": "Hello! How can I help?"},
+        {"role": "user", "content": "def f(x):\n\treturn x"},
+    ],
+]
+
+
+def test_template_parity_with_the_server(tmp_path):
+    folder = targets.resolve(targets.SMOLLM2)
+    tokenizer = targets.load_tokenizer(folder)
+    with vllm.serve(BenchmarkParams(max_model_len=256), folder, tmp_path / "log") as server:
+        served = audit.served_ids(server.url, server.model, CONVERSATIONS)
+        with pytest.raises(Eagle3Error, match="/nothing/tokenize"):
+            audit.served_ids(f"{server.url}/nothing", server.model, CONVERSATIONS)
+    assert [f.severity for f in audit.template_parity(tokenizer, CONVERSATIONS, served)] == ["ok"]
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_start|>assistant", "<|im_start|> assistant")
+    assert [f.severity for f in audit.template_parity(tokenizer, CONVERSATIONS, served)] == ["wrong"]
