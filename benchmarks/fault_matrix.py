@@ -10,6 +10,7 @@ all runs is benchmarks/results/fault_matrix.json.
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import subprocess
@@ -89,19 +90,25 @@ def engine(job: dict) -> None:
     write_json(Path(job["out"]), record | {"requests": requests})
 
 
+@functools.cache
+def target():
+    import torch
+
+    from eagle3_lib import targets
+
+    return targets.load(targets.resolve(TARGET), torch.float32)
+
+
 def examine(out: Path) -> dict:
     """The replay of one engine run under every hypothesis; kept beside the run."""
     kept = out.with_suffix(".replay.json")
     if not kept.is_file():
-        import torch
-
-        from eagle3_lib import checkpoint, faults, targets
+        from eagle3_lib import checkpoint, faults
 
         record = json.loads(out.read_text())
-        target = targets.load(targets.resolve(TARGET), torch.float32)
-        drafter = checkpoint.load_for(record["drafter"], TARGET, target)
+        drafter = checkpoint.load_for(record["drafter"], TARGET, target())
         requests = [request | {"accepted": request["per_step_accepted"]} for request in record["requests"]]
-        examined = faults.examine(target, drafter, requests, record["num_speculative_tokens"])
+        examined = faults.examine(target(), drafter, requests, record["num_speculative_tokens"])
         name = Path(record["drafter"]).name
         write_json(kept, {"drafter": name, "positions": record["num_speculative_tokens"], "requests": examined})
     return json.loads(kept.read_text())

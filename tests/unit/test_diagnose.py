@@ -1,0 +1,190 @@
+"""Verdicts, intervals and refusals on simulated runs whose truth is known."""
+
+import numpy as np
+import pytest
+
+from eagle3_lib import acceptance, diagnose
+from eagle3_lib.diagnose import CORRECT
+from eagle3_lib.errors import Eagle3Error
+
+POSITIONS = 4
+
+
+def rounds_of(random, requests: int, rate: float, spread: float = 0.1) -> list[list[int]]:
+    """Rounds of requests that differ in how easy their text is: tokens of one request correlate."""
+    easy = np.clip(random.normal(rate, spread, requests), 0.01, 0.99)
+    length = random.integers(30, 70, requests)
+    return [np.minimum(random.geometric(1 - p, n) - 1, POSITIONS).tolist() for p, n in zip(easy, length, strict=True)]
+
+
+def test_intervals_cover():
+    """Nominal 95 %: within 2 points over 500 runs, at 12 requests and at 60."""
+    truth = acceptance.mean_length(
+        acceptance.request_counts(rounds_of(np.random.default_rng(1), 40000, 0.4), POSITIONS)
+    )
+    for requests in (12, 60):
+        random = np.random.default_rng(2)
+        hits = 0
+        for _ in range(500):
+            counts = acceptance.request_counts(rounds_of(random, requests, 0.4), POSITIONS)
+            interval = acceptance.bootstrap(acceptance.mean_length, counts)
+            hits += interval["low"] <= truth <= interval["high"]
+        assert 0.93 <= hits / 500 <= 0.97, (requests, hits)
+
+
+def replay_of(engine: list[list[int]], correct: list[list[int]], hypotheses: dict | None = None) -> dict:
+    requests = []
+    for index, (ours, theirs) in enumerate(zip(engine, correct, strict=True)):
+        rows = [
+            {"slot": i, "engine": a, "replay": b, "cut": False}
+            for i, (a, b) in enumerate(zip(ours, theirs, strict=True))
+        ]
+        request = {"id": str(index), "engine_rounds": ours, "replay_rounds": theirs, "rows": rows}
+        if hypotheses:
+            request["hypotheses"] = {name: counts[index] for name, counts in hypotheses.items()}
+        requests.append(request)
+    return {"drafter": "drafter", "positions": POSITIONS, "requests": requests}
+
+
+def disturbed(random, rounds: list[list[int]], share: float) -> list[list[int]]:
+    """The same rounds, a share of them redrawn."""
+    return [
+        [int(random.integers(0, POSITIONS + 1)) if random.random() < share else count for count in some]
+        for some in rounds
+    ]
+
+
+def test_false_alarms_of_a_healthy_engine():
+    """An engine in low precision differs from the replay in 4 % of rounds; faults differ in 1 to 50 %. At most 1 %."""
+    random, alarms, runs = np.random.default_rng(3), 0, 200
+    for _ in range(runs):
+        correct = rounds_of(random, 12, 0.4)
+        shares = {f"fault {i}": share for i, share in enumerate((0.01, 0.02, 0.05, 0.1, 0.2, 0.5))}
+        hypotheses = {name: disturbed(random, correct, share) for name, share in shares.items()}
+        verdict = diagnose.judge(replay_of(disturbed(random, correct, 0.05), correct, hypotheses))
+        alarms += verdict.kind in (diagnose.FAULT, diagnose.UNKNOWN)
+    assert alarms <= 0.01 * runs
+
+
+def test_a_fault_is_found_and_named():
+    random = np.random.default_rng(4)
+    for _ in range(20):
+        correct = rounds_of(random, 12, 0.5)
+        faulty = disturbed(random, correct, 0.3)
+        hypotheses = {"this": faulty, "other": disturbed(random, correct, 0.3)}
+        verdict = diagnose.judge(replay_of(disturbed(random, faulty, 0.02), correct, hypotheses))
+        assert (verdict.kind, verdict.fault, verdict.ties) == (diagnose.FAULT, "this", [])
+
+
+def test_indistinguishable_faults_are_a_tie():
+    random = np.random.default_rng(5)
+    correct = rounds_of(random, 12, 0.5)
+    faulty = [[0] * len(some) for some in correct]
+    verdict = diagnose.judge(replay_of(faulty, correct, {"one": faulty, "two": faulty}))
+    assert {verdict.fault, *verdict.ties} == {"one", "two"}
+    assert "two" in verdict.sentence
+
+
+def test_weak_drafter_and_broken_engine_at_the_same_acceptance():
+    random = np.random.default_rng(6)
+    weak = rounds_of(random, 12, 0.35, spread=0.02)
+    verdict = diagnose.judge(replay_of(weak, weak), weak_rate=0.2)
+    assert verdict.kind == diagnose.WEAK and verdict.evidence["engine"]["acceptance_rate"]["value"] < 0.15
+    correct = [[min(POSITIONS, count + 2) for count in some] for some in weak]
+    broken = diagnose.judge(replay_of(weak, correct))
+    assert broken.kind == diagnose.UNKNOWN
+    assert "engine is at fault" in broken.sentence
+
+
+def test_too_few_rounds():
+    verdict = diagnose.judge(replay_of([[1, 0, 2]], [[1, 0, 2]]))
+    assert verdict.kind == diagnose.NOT_ENOUGH
+    assert 40 <= verdict.evidence["rounds_needed"] <= 60  # all equal: 0.9 ** n < 1 % from n = 44
+
+
+def test_a_run_that_is_not_greedy_is_a_verification_fault():
+    random = np.random.default_rng(7)
+    rounds = rounds_of(random, 12, 0.4)
+    replay = replay_of(rounds, rounds)
+    for request in replay["requests"]:
+        request["output_length"] = 1 + sum(request["engine_rounds"]) + len(request["engine_rounds"])
+        request["lossless"] = request["output_length"] // 5
+    verdict = diagnose.judge(replay)
+    assert (verdict.kind, verdict.fault) == (diagnose.FAULT, "verification is not lossless")
+
+
+def test_together():
+    fault = lambda name, ties: diagnose.Verdict(name, diagnose.FAULT, "", {}, ties[0], ties[1:])  # noqa: E731
+    both = diagnose.judge_together([fault("ours", ["a", "b"]), fault("public", ["b"])])
+    assert both["kind"] == diagnose.FAULT and both["faults"] == ["b"] and "ours, public" in both["sentence"]
+    apart = diagnose.judge_together([fault("ours", ["a"]), fault("public", ["b"])])
+    assert apart["kind"] == diagnose.UNKNOWN
+    weak = diagnose.judge_together([diagnose.Verdict("ours", diagnose.WEAK, "")])
+    assert weak["kind"] == diagnose.HEALTHY
+
+
+def test_speed_is_split_into_acceptance_and_cost():
+    """0.66x at 1.2 tokens a round: a correct engine at 2.4 would have gained 1.32x with the same cost of a round."""
+    speed = diagnose.speed(
+        [{"tokens": 100, "seconds": 1.0}] * 3,
+        [{"tokens": 120, "rounds": 100, "seconds": 1.8182}] * 3,
+        correct_length=2.4,
+    )
+    assert speed["throughput_ratio"] == pytest.approx(0.66, abs=1e-3)
+    assert speed["break_even_length"] == pytest.approx(1.818, abs=1e-3)
+    assert speed["from_acceptance"] == pytest.approx(0.5)
+    assert speed["from_acceptance"] * speed["from_cost"] == pytest.approx(speed["throughput_ratio"])
+
+
+def test_pooled_counters_tell_a_fault_from_the_truth():
+    random = np.random.default_rng(8)
+    own = {CORRECT: rounds_of(random, 60, 0.5), "fault": rounds_of(random, 60, 0.3)}
+    counters = acceptance.request_counts(rounds_of(random, 40, 0.3), POSITIONS).sum(0)
+    ranked = diagnose.rank_pooled(counters, own, POSITIONS)
+    assert [row["hypothesis"] for row in ranked] == ["fault", CORRECT]
+    assert ranked[0]["p"] > 0.01 > ranked[1]["p"]
+
+
+def request(**changes) -> dict:
+    base = {"id": "7", "engine_rounds": [0, 1], "replay_rounds": [0, 1], "prompt_length": 3, "output_length": 4}
+    base["rows"] = [
+        {"slot": 2, "engine": 0, "replay": 0, "cut": False},
+        {"slot": 3, "engine": 1, "replay": 1, "cut": False},
+    ]
+    return base | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rows": []}, "request 7: rows: found 0, expected one for each of the engine's 2 rounds"),
+        ({"output_length": 9}, "found rounds that emit 4 tokens, expected the 9 of the output"),
+        ({"output_length": 3}, None),  # the last round was cut at the end of the output
+        ({"output_length": 2}, "found rounds that emit 4 tokens, expected the 2"),
+        ({"hypotheses": {"x": [1]}}, "hypotheses, x: found 1 counts, expected 2"),
+    ],
+)
+def test_wrong_input_is_refused(changes, said):
+    replay = {"drafter": "base", "positions": 4, "requests": [request(**changes)]}
+    if said is None:
+        return diagnose.check(replay)
+    with pytest.raises(Eagle3Error, match=said):
+        diagnose.judge(replay)
+
+
+def test_other_k_target_or_tokens_are_refused():
+    measured = {
+        "positions": 4,
+        "target": "a",
+        "requests": [{"id": "7", "prompt_ids": [1, 2, 3], "output_ids": [4, 5, 6, 7], "accepted": [0, 1]}],
+    }
+    replay = {"drafter": "base", "positions": 4, "target": "a", "requests": [request()]}
+    diagnose.check_same(measured, replay)
+    with pytest.raises(Eagle3Error, match="positions: found 3, expected 4"):
+        diagnose.check_same(measured, replay | {"positions": 3})
+    with pytest.raises(Eagle3Error, match="target: found b, expected a"):
+        diagnose.check_same(measured, replay | {"target": "b"})
+    with pytest.raises(Eagle3Error, match="the replay is of other tokens than the run"):
+        diagnose.check_same(measured, replay | {"requests": [request(prompt_length=4)]})
+    with pytest.raises(Eagle3Error, match="request 8: found no such request"):
+        diagnose.check_same(measured, replay | {"requests": [request(id="8")]})
