@@ -179,11 +179,9 @@ def captured(raw: dict, engine: str, version: str, target: Target, runner: str =
     lines = _applying("capture", engine, version, target, runner)
     line, source = lines[0], _source(lines[0], engine, version)
     boundaries, why = _captured_by(line, raw, target.layers)
-    other = [
-        x for x in lines if holds(x, engine, version) is None and _captured_by(x, raw, target.layers)[0] != boundaries
-    ]
-    undecided = holds(line, engine, version) is None and bool(other)
-    return Capture(boundaries, why, source, undecided)
+    undecided = not holds(line, engine, version)
+    differ = any(_captured_by(other, raw, target.layers)[0] != boundaries for other in lines)
+    return Capture(boundaries, why, source, undecided and differ)
 
 
 def _captured_by(line: dict, raw: dict, layers: int) -> tuple[tuple[int, ...], str]:
@@ -196,9 +194,8 @@ def _captured_by(line: dict, raw: dict, layers: int) -> tuple[tuple[int, ...], s
     for place, ids in (places[name] for name in line["read"]):
         if ids:
             return tuple(sorted(set(_shifted(ids, line["shift"], layers)))), f"{place} {ids}"
-    return checkpoint.default_boundaries(
-        layers
-    ), f"no ids at {' or '.join(line['read'])}: its default for {layers} layers"
+    why = f"no ids at {' or '.join(line['read'])}: its default for {layers} layers"
+    return checkpoint.default_boundaries(layers), why
 
 
 def _shifted(ids: list[int], shift: str, layers: int) -> list[int]:
@@ -309,7 +306,9 @@ def _vocabulary_traits(survey: Survey, config: DrafterConfig) -> dict:
 
 def _tensor_traits(survey: Survey, config: DrafterConfig) -> dict:
     names, expected = set(survey.shapes), expected_tensors(config)
-    elsewhere = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")  # rules of their own
+    elsewhere = ["embed_tokens.weight", "lm_head.weight", "d2t", "t2d"]  # rules of their own
+    if (survey.raw.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        elsewhere.append("fc.weight")
     missing = sorted(expected - names - {*elsewhere, *(n for n in expected if n.endswith("o_proj.bias"))})
     fc_norms = [name for name in missing if name.startswith("fc_norm.")]
     norms = [name for name in missing if "norm" in name and name not in fc_norms]
@@ -377,7 +376,6 @@ def check(
         return [Finding("fails", "config", str(error), "eagle3_lib/checkpoint.py", "mend config.json")]
     runner = runner or default_runner(engine, version, target)
     found = [*_fit(config, target, where), _boundaries(survey.raw, config, engine, version, target, runner)]
-
     present = traits(survey, config, served, embedding_is_copy(folder, target_folder))
     if target.layers in config.boundaries:
         present["last_boundary"] = {}
@@ -396,13 +394,19 @@ def _fit(config: DrafterConfig, target: Target, where: str) -> list[Finding]:
         "target_hidden_size": (config.target_hidden_size, target.hidden_size),
         "vocab_size": (config.vocab_size, target.vocab_size),
     }
-    return [
-        Finding(
-            "fails", name, f"{where}: {name}: found {ours}, the target has {theirs}", "the target's config.json", ""
-        )
-        for name, (ours, theirs) in pairs.items()
-        if ours != theirs
-    ]
+    faults = {name: f"{where}: {name}: found {a}, the target has {b}" for name, (a, b) in pairs.items() if a != b}
+    source, remedy = "the target's config.json", "use a drafter of this target"
+    return [Finding("fails", name, what, source, remedy) for name, what in faults.items()]
+
+
+def strict(folder: str | Path, target: Target, known: list[Finding]) -> list[Finding]:
+    """What the strict loader refuses: shapes, NaN, a d2t that maps outside; no engine looks at any of it."""
+    try:
+        checkpoint.load(folder, target.layers)
+    except Eagle3Error as error:
+        severity = "note" if worst(known) in ("wrong", "fails") else "wrong"
+        return [Finding(severity, "strict", str(error), "eagle3_lib/checkpoint.py load", "mend the checkpoint")]
+    return []
 
 
 def embedding_is_copy(folder: str | Path, target_folder: Path | None) -> bool:
@@ -453,6 +457,7 @@ def run(params) -> dict:
         config, conversions = checkpoint.parse_config(survey.raw, where, target.layers, own)
         findings = check(folder, target_config, engine, version, params.max_model_len, runner, target_folder)
         findings += target_side(folder, target_folder, config)
+        findings += strict(folder, target, findings)
         if is_installed(engine, version):
             tree = gates.source_tree(engine)
             findings += gates.check(tree, target_config, f"{engine} {version}", config.latent is not None)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_checkpoint_formats import BASE, MLA, TARGET, drafter_of, stored
 
 from eagle3_lib import audit, checkpoint, export, gates
@@ -293,6 +293,17 @@ def test_template_parity_names_the_first_position_that_differs():
     assert audit.template_parity(Tokenizer(ids=[1, 2, 3]), conversation, [[1, 2, 3]])[0].severity == "ok"
     found = audit.template_parity(Tokenizer(ids=[1, 2, 3]), conversation, [[1, 2, 4, 5]])[0]
     assert (found.severity, "from position 2 on: [3] here, [4, 5] served" in found.what) == ("wrong", True)
+
+
+def test_what_only_the_strict_loader_sees(tmp_path):
+    folder, target = small(tmp_path), audit.Target.from_config(TARGET)
+    assert audit.strict(folder, target, []) == []
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"norm.weight": torch.full((32,), float("nan"))}, folder / "model.safetensors")
+    known = audit.check(folder, TARGET, "vllm", "0.33.0")
+    assert [f.severity for f in known] == ["ok"]
+    found = audit.strict(folder, target, known)
+    assert (found[0].severity, "norm.weight: found NaN" in found[0].what) == ("wrong", True)
 
 
 def test_require_servable_tells_every_fault(tmp_path):
