@@ -26,7 +26,10 @@ DRAFTER = "drafters/smollm2-135m-eagle3"
 PROMPTS = "tests/data/vllm_cpu_replay.json"
 RUNS = "runs/fault_matrix"
 POSITIONS, MAX_TOKENS, MODEL_LENGTH = 4, 100, 1024
-HEALTHY_RUNS = {"none, bfloat16": {"dtype": "bfloat16"}}  # more healthy engines than the plain one
+HEALTHY_RUNS = {  # more healthy engines than the plain one
+    "none, bfloat16": {"dtype": "bfloat16"},
+    "none, finetuned drafter": {"drafter": "runs/quickstart/train/drafter"},  # of `make demo`
+}
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -47,7 +50,7 @@ def run_engine(name: str, fault: str, drafter: str = DRAFTER, **settings) -> Pat
         return out
     folder = broken.shim(drafter, fault, project_path(RUNS) / "drafters" / out.stem, TARGET)
     job = {"name": name, "fault": fault, "drafter": short_path(drafter), "served": str(folder), "out": str(out)}
-    job |= {"dtype": "float32", "temperature": 0} | settings
+    job |= {"dtype": "float32", "temperature": 0, "prompts": PROMPTS} | settings
     environment = os.environ | ENVIRONMENT | {broken.VARIABLE: fault, "PYTHONPATH": str(project_path("."))}
     log = out.with_suffix(".log")
     with log.open("w") as sink:
@@ -62,7 +65,7 @@ def engine(job: dict) -> None:
     """Serve the recorded prompts with the (broken) engine and write what it did. Runs in its own process."""
     import vllm
 
-    prompts = [request["prompt_ids"] for request in json.loads(project_path(PROMPTS).read_text())["requests"]]
+    prompts = [request["prompt_ids"] for request in json.loads(project_path(job["prompts"]).read_text())["requests"]]
     llm = vllm.LLM(
         str(project_path(TARGET)),
         dtype=job["dtype"],
@@ -150,7 +153,7 @@ def judged(out: Path) -> dict:
 
 def write_matrix() -> dict:
     """Judge every run that exists, print the table, and write benchmarks/results/fault_matrix.json."""
-    files = [path for path in sorted(project_path(RUNS).glob("*.json")) if not path.name.endswith(".replay.json")]
+    files = [run_file(name) for name in (*broken.INJECTIONS, *HEALTHY_RUNS) if run_file(name).is_file()]
     rows = [judged(path) for path in files]
     faults, healthy = ([row for row in rows if (row["fault"] == "none") == none] for none in (False, True))
     order = list(broken.INJECTIONS)
@@ -194,7 +197,7 @@ def table(result: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=list(broken.INJECTIONS), metavar="FAULT")
+    parser.add_argument("--only", nargs="+", default=[*broken.INJECTIONS, *HEALTHY_RUNS], metavar="RUN")
     parser.add_argument("--judge", action="store_true", help="judge the runs that exist, start no engine")
     parser.add_argument("--no-judge", action="store_true", help="only run the engine")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
@@ -202,10 +205,10 @@ def main() -> None:
     if arguments.engine:
         return engine(json.loads(arguments.engine))
     if not arguments.judge:
-        for fault in arguments.only:
-            print(fault, run_engine(fault, fault), flush=True)
-        for name, settings in HEALTHY_RUNS.items() if arguments.only == list(broken.INJECTIONS) else ():
-            print(name, run_engine(name, "none", **settings), flush=True)
+        for name in arguments.only:
+            settings = HEALTHY_RUNS.get(name, {})
+            if project_path(settings.get("drafter", DRAFTER)).is_dir():
+                print(run_engine(name, "none" if name in HEALTHY_RUNS else name, **settings), flush=True)
     if not arguments.no_judge:
         write_matrix()
 
