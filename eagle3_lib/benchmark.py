@@ -1,7 +1,8 @@
 """Stage 07: one engine in one mode over HTTP: the tokens it emits, its rounds, its throughput and latency.
 
-Two parts under one server. Acceptance: every held-out prompt once, several at a time. Time: some of them, one request
-at a time, in several repeats after a warm-up; their tokens are checked against the first part's.
+Two parts under one server. Acceptance: every held-out prompt once, several at a time where the engine tells the rounds
+of each request, else one at a time, so that a streamed chunk is a round. Time: some of the prompts, at each concurrency,
+in several repeats after a warm-up; their tokens are checked against the first part's.
 """
 
 import json
@@ -13,8 +14,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from . import acceptance, targets
-from .engines import base, vllm
+from . import acceptance, checkpoint, engines, targets
 from .errors import Eagle3Error
 from .generate import Answer, read_answers
 from .params import BenchmarkParams
@@ -27,11 +27,12 @@ def run(params: BenchmarkParams) -> dict:
     """Measure one mode and write benchmark.json.
 
     Returns:
-        {"schema", "engine", "version", "mode", "load_s", "positions", "requests": [{"id", "prompt_ids", "output_ids",
-        "accepted", "drafted", ...}], "timed": [{"repeat", "id", "tokens", "seconds", "first_token_s"}], "summary"}.
+        {"schema", "engine", "version", "mode", "load_s", "positions", "evidence": "told" or "chunks", "cross_check",
+        "requests": [{"id", "prompt_ids", "output_ids", "accepted", "drafted", ...}], "timed": [{"concurrency", "repeat",
+        "id", "tokens", "seconds", "first_token_s"}], "waves": [{"concurrency", "repeat", "tokens", "wall_s"}], "summary"}.
+        ``steps`` of a timed request are its decode steps after prefill, rounds where the engine speculates.
     Raises:
-        Eagle3Error: a drafter that does not fit the target, no held-out prompts, a server that fails, or one that
-            speculates without telling its rounds.
+        Eagle3Error: a drafter that does not fit the target, no held-out prompts, or a server that fails.
     """
     out, folder = project_path(params.out), targets.resolve(params.target)
     if params.drafter:
@@ -46,11 +47,11 @@ def run(params: BenchmarkParams) -> dict:
     )
     with stage("benchmark", params, inputs) as notes:
         speculative = (params.mode, params.drafter, params.num_speculative_tokens)
-        with vllm.serve(params, folder, out / "server.log", *speculative) as server:
-            started = time.monotonic()
+        with engines.serve(params, folder, out / "server.log", *speculative) as server:
+            before = engines.counters(server)
             requests = _measure_acceptance(server, prompts, params)
-            batched_s = time.monotonic() - started
-            timed = _measure_time(server, prompts[: params.timed_prompts], params)
+            check = cross_check(requests, before, engines.counters(server))
+            timed, waves = _measure_time(server, prompts[: params.timed_prompts], params)
         result = {
             "schema": SCHEMA,
             "engine": server.engine,
@@ -58,9 +59,11 @@ def run(params: BenchmarkParams) -> dict:
             "mode": params.mode,
             "load_s": server.load_s,
             "positions": 0 if params.mode == "plain" else params.num_speculative_tokens,
+            "evidence": "told" if server.tells_rounds else "chunks",
+            "cross_check": check,
             "requests": requests,
             "timed": timed,
-            "batched_tokens_per_s": round(sum(len(r["output_ids"]) for r in requests) / batched_s, 2),
+            "waves": waves,
         }
         _check_same_tokens(result)
         result["summary"] = summarise(result)
@@ -78,7 +81,8 @@ def read(folder: str | Path) -> dict:
 
 
 def throughput(timed: list[dict]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and seconds [prompts], summed over repeats, in the order of the prompts' ids."""
+    """Tokens and seconds [prompts] at one request at a time, summed over repeats, in the order of the prompts' ids."""
+    timed = [row for row in timed if row["concurrency"] == 1]
     ids = sorted({row["id"] for row in timed})
     total = {i: [0.0, 0.0] for i in ids}
     for row in timed:
@@ -88,22 +92,23 @@ def throughput(timed: list[dict]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def summarise(result: dict) -> dict:
-    """Throughput at one request at a time, latency, and acceptance where the engine speculates."""
+    """Throughput and latency at one request at a time, throughput by concurrency, and acceptance."""
     tokens, seconds = throughput(result["timed"])
-    latencies = np.array([row["seconds"] for row in result["timed"]])
-    after_first = np.array([(row["seconds"] - row["first_token_s"]) / (row["tokens"] - 1) for row in result["timed"]])
-    repeats = sorted({row["repeat"] for row in result["timed"]})
-    by_repeat = [[row for row in result["timed"] if row["repeat"] == repeat] for repeat in repeats]
+    alone = [row for row in result["timed"] if row["concurrency"] == 1]
+    latencies = np.array([row["seconds"] for row in alone])
+    after_first = np.array([(row["seconds"] - row["first_token_s"]) / max(row["tokens"] - 1, 1) for row in alone])
+    levels = sorted({wave["concurrency"] for wave in result["waves"]})
+    rates = {
+        level: [w["tokens"] / w["wall_s"] for w in result["waves"] if w["concurrency"] == level] for level in levels
+    }
     summary = {
         "tokens_per_s": acceptance.bootstrap(lambda t, s: t.sum(-1) / s.sum(-1), tokens, seconds),
-        "tokens_per_s_by_repeat": [
-            round(sum(r["tokens"] for r in rows) / sum(r["seconds"] for r in rows), 3) for rows in by_repeat
-        ],
+        "by_concurrency": {str(level): [round(rate, 3) for rate in rates[level]] for level in levels},
         "latency_s": {
             "median": round(float(np.median(latencies)), 4),
             "p90": round(float(np.quantile(latencies, 0.9)), 4),
         },
-        "first_token_s": round(float(np.median([row["first_token_s"] for row in result["timed"]])), 4),
+        "first_token_s": round(float(np.median([row["first_token_s"] for row in alone])), 4),
         "time_per_output_token_s": round(float(np.median(after_first)), 5),
     }
     if result["positions"]:
@@ -111,50 +116,81 @@ def summarise(result: dict) -> dict:
     return summary
 
 
-def _check_drafter(params: BenchmarkParams, folder: Path) -> None:
-    from . import checkpoint
+def cross_check(requests: list[dict], before: dict | None, after: dict | None) -> dict:
+    """The rounds of the requests beside what the engine counted otherwise.
 
+    Returns:
+        counters: {"rounds", "accepted"} of the engine's counters over the part, where it has them; histograms_equal: of how
+        many requests, of all that carry one, the histogram equals the rounds.
+    """
+    told = [request for request in requests if request["histogram"]]
+    equal = 0
+    for request in told:
+        steps = [request["accepted"].count(count) for count in range(len(request["histogram"]))]
+        equal += steps == request["histogram"]
+    counted = None
+    if after:
+        zero = {"rounds": 0, "accepted": [0] * len(after["accepted"])}
+        start = before or zero
+        counted = {
+            "rounds": after["rounds"] - start["rounds"],
+            "accepted": [a - b for a, b in zip(after["accepted"], start["accepted"], strict=True)],
+        }
+    return {"counters": counted, "histograms": len(told), "histograms_equal": equal}
+
+
+def _check_drafter(params: BenchmarkParams, folder: Path) -> None:
     config = targets.load_config(folder)
     loaded = checkpoint.load(params.drafter, config.num_hidden_layers)
     checkpoint.check_fits(loaded.drafter.config, config, params.drafter, params.target)
 
 
-def _measure_acceptance(server: base.Server, prompts: list[Answer], params: BenchmarkParams) -> list[dict]:
+def _measure_acceptance(server: engines.Server, prompts: list[Answer], params: BenchmarkParams) -> list[dict]:
     def one(prompt: Answer) -> dict:
-        answer = base.complete(server, prompt.prompt_ids, params.max_tokens)
+        answer = engines.complete(server, prompt.prompt_ids, params.max_tokens)
         if params.mode != "plain" and answer.accepted is None:
-            raise Eagle3Error(
-                f"{server.engine} {server.version}: no rounds in its answer; expected per-request speculation metrics"
-            )
+            answer.accepted = answer.rounds_from_chunks()
+            answer.drafted = [params.num_speculative_tokens] * len(answer.accepted)
         return {"id": prompt.id, **asdict(answer)}
 
-    with ThreadPoolExecutor(params.concurrency) as pool:
+    together = params.concurrency if server.tells_rounds or params.mode == "plain" else 1
+    with ThreadPoolExecutor(together) as pool:
         return list(tqdm(pool.map(one, prompts), total=len(prompts), desc=f"{params.mode}: acceptance", mininterval=2))
 
 
-def _measure_time(server: base.Server, prompts: list[Answer], params: BenchmarkParams) -> list[dict]:
-    base.complete(server, prompts[0].prompt_ids, params.timed_tokens)  # warm-up, not counted
-    rows = []
-    for repeat in tqdm(range(params.repeats), desc=f"{params.mode}: one request at a time", mininterval=2):
-        for prompt in prompts:
-            answer = base.complete(server, prompt.prompt_ids, params.timed_tokens)
-            rows.append(
-                {
-                    "repeat": repeat,
-                    "id": prompt.id,
-                    "output_ids": answer.output_ids,
-                    "tokens": len(answer.output_ids),
-                    "seconds": round(answer.seconds, 5),
-                    "first_token_s": round(answer.first_token_s, 5),
-                }
-            )
-    return rows
+def _measure_time(
+    server: engines.Server, prompts: list[Answer], params: BenchmarkParams
+) -> tuple[list[dict], list[dict]]:
+    def one(prompt: Answer) -> tuple[str, engines.Completion]:
+        return prompt.id, engines.complete(server, prompt.prompt_ids, params.timed_tokens)
+
+    rows, waves = [], []
+    for concurrency in params.timed_concurrency:
+        with ThreadPoolExecutor(concurrency) as pool:
+            list(pool.map(one, prompts[:concurrency]))  # warm-up, not counted
+            for repeat in tqdm(range(params.repeats), desc=f"{params.mode}: {concurrency} at a time", mininterval=2):
+                place, started = {"concurrency": concurrency, "repeat": repeat}, time.monotonic()
+                answers = list(pool.map(one, prompts))
+                wall_s = time.monotonic() - started
+                waves.append(place | {"tokens": sum(len(a.output_ids) for _, a in answers), "wall_s": round(wall_s, 5)})
+                rows += [place | _timed_row(prompt_id, answer) for prompt_id, answer in answers]
+    return rows, waves
+
+
+def _timed_row(prompt_id: str, answer: engines.Completion) -> dict:
+    return {
+        "id": prompt_id,
+        "output_ids": answer.output_ids,
+        "tokens": len(answer.output_ids),
+        "steps": len(answer.accepted or answer.chunks[1:]),
+        "seconds": round(answer.seconds, 5),
+        "first_token_s": round(answer.first_token_s, 5),
+    }
 
 
 def _check_same_tokens(result: dict) -> None:
     """Note how many timed answers differ from the start of the acceptance part's (batching may change rounding)."""
-    batched = {request["id"]: request["output_ids"] for request in result["requests"]}
-    rows = result["timed"]
-    result["timed_differs"] = sum(row["output_ids"] != batched[row["id"]][: row["tokens"]] for row in rows)
-    for row in rows:
+    whole = {request["id"]: request["output_ids"] for request in result["requests"]}
+    result["timed_differs"] = sum(row["output_ids"] != whole[row["id"]][: row["tokens"]] for row in result["timed"])
+    for row in result["timed"]:
         del row["output_ids"]

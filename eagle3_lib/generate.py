@@ -18,8 +18,7 @@ import openai
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 from tqdm import tqdm
 
-from . import targets
-from .engines import base, vllm
+from . import engines, targets
 from .errors import Eagle3Error
 from .params import GenerateParams
 from .provenance import project_path, short_path, stage, write_json, write_text
@@ -94,7 +93,7 @@ def read_answers(folder: str | Path) -> list[Answer]:
     stop=stop_after_attempt(TRIES),
     reraise=True,
 )
-def ask(server: base.Server, prompt: str, params: GenerateParams) -> Answer:
+def ask(server: engines.Server, prompt: str, params: GenerateParams) -> Answer:
     """One chat completion; prompt and answer ids are the server's own."""
     started = time.monotonic()
     reply = server.client().chat.completions.create(
@@ -167,9 +166,9 @@ def summarise(answers: list[Answer], asked: int, seconds: float) -> dict:
 @contextlib.contextmanager
 def _servers(params: GenerateParams, out: Path):
     if params.servers:
-        yield [base.Server(url.rstrip("/"), _model_of(url), "server", url) for url in params.servers]
+        yield [engines.Server(url.rstrip("/"), _model_of(url), "server", url) for url in params.servers]
         return
-    with vllm.serve(params, targets.resolve(params.target), out / "server.log") as server:
+    with engines.serve(params, targets.resolve(params.target), out / "server.log") as server:
         yield [server]
 
 
@@ -180,7 +179,7 @@ def _model_of(url: str) -> str:
         raise Eagle3Error(f"servers: {url} does not answer as an OpenAI-compatible server: {error}") from error
 
 
-def _ask_all(servers: list[base.Server], prompts: list[str], params: GenerateParams):
+def _ask_all(servers: list[engines.Server], prompts: list[str], params: GenerateParams):
     """Answers as they come, ``concurrency`` at a time, servers in turn."""
     with ThreadPoolExecutor(params.concurrency) as pool:
         jobs = [

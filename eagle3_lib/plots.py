@@ -156,6 +156,41 @@ def throughput(speeds: dict[str, dict]) -> Figure:
     return figure
 
 
+def throughput_by_concurrency(speeds: dict[str, dict]) -> Figure:
+    """Throughput over plain decoding by requests at a time; ``speeds``: mode -> concurrency -> interval of repeats."""
+    figure, axes = plt.subplots()
+    for index, (mode, levels) in enumerate(speeds.items()):
+        bars = {key: [interval[key] for interval in levels.values()] for key in ("value", "low", "high")}
+        axes.errorbar(
+            [int(level) for level in levels],
+            bars["value"],
+            yerr=_errors(bars),
+            color=f"C{index}",
+            marker=MARKERS[index],
+            capsize=2,
+            label=mode,
+        )
+    levels = [int(level) for level in next(iter(speeds.values()))]
+    axes.axhline(1, color=PAGE_TEXT, linewidth=1, linestyle=":")
+    axes.set(xlabel="requests at a time", ylabel="throughput over plain", xscale="log", ylim=(0, None))
+    axes.set_xticks(levels, [str(level) for level in levels])
+    axes.minorticks_off()
+    axes.legend()
+    return figure
+
+
+def agreement(ranking: list[dict], most: int = 8) -> Figure:
+    """Share of the engine's rounds that each hypothesis reproduces, the best first."""
+    rows = ranking[:most]
+    figure, axes = plt.subplots(figsize=(6.4, 0.9 + 0.33 * len(rows)))
+    bars = {key: [row[key] for row in rows] for key in ("value", "low", "high")}
+    axes.errorbar(bars["value"], range(len(rows)), xerr=_errors(bars), linestyle="none", marker="o", capsize=2)
+    axes.set(yticks=range(len(rows)), yticklabels=[row["hypothesis"] for row in rows], xlim=(0, 1.02))
+    axes.set_xlabel("share of the engine's rounds reproduced, 95 % interval by request")
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    return figure
+
+
 def training(log: list[dict], evaluations: list[dict]) -> Figure:
     """Loss, per-step accuracy, and the held-out mean acceptance length replayed after each epoch."""
     figure, (losses, accuracies, lengths) = plt.subplots(1, 3, figsize=(9, 3))

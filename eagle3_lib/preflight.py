@@ -1,7 +1,6 @@
 """Stage 01: the machine, what is installed, whether drafter and target fit together, and what the run will write."""
 
-from . import checkpoint, targets
-from .engines import vllm
+from . import checkpoint, engines, targets
 from .errors import Eagle3Error
 from .extract import plan
 from .params import PreflightParams
@@ -24,7 +23,7 @@ def run(params: PreflightParams) -> dict:
         result = {
             "hardware": hardware(),
             "versions": versions(),
-            "engines": {"vllm": _vllm()},
+            "engines": {name: _installed(module) for name, module in engines.MODULES.items()},
             "target": {
                 "folder": short_path(folder),
                 "architecture": config.architectures[0] if config.architectures else type(config).__name__,
@@ -50,8 +49,8 @@ def run(params: PreflightParams) -> dict:
     return result
 
 
-def _vllm() -> str:
+def _installed(module) -> str:
     try:
-        return " ".join(vllm.installed())
-    except Eagle3Error as error:
-        return str(error)
+        return " ".join(module.installed())
+    except Eagle3Error:
+        return "not in this interpreter"

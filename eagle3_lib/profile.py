@@ -9,10 +9,7 @@ import json
 import re
 from pathlib import Path
 
-import httpx
-
-from . import targets
-from .engines import base, vllm
+from . import engines, targets
 from .errors import Eagle3Error
 from .params import ProfileParams
 from .provenance import project_path, stage, write_json
@@ -44,11 +41,11 @@ def run(params: ProfileParams) -> dict:
             old.unlink()
         tokenizer = targets.load_tokenizer(folder)
         prompt = targets.render(tokenizer, [{"role": "user", "content": params.prompt}])
-        with vllm.serve(params, folder, out / "server.log", profile_dir=traces) as server:
-            base.complete(server, prompt, params.decode_tokens)
-            httpx.post(f"{server.url}/start_profile", timeout=60).raise_for_status()
-            answer = base.complete(server, prompt, params.decode_tokens)
-            httpx.post(f"{server.url}/stop_profile", timeout=300).raise_for_status()
+        with engines.serve(params, folder, out / "server.log", profile_dir=traces) as server:
+            engines.complete(server, prompt, params.decode_tokens)
+            engines.start_profile(server, traces)
+            answer = engines.complete(server, prompt, params.decode_tokens)
+            engines.stop_profile(server)
         result = summarise(_read_traces(traces)) | {
             "tokens": len(answer.output_ids),
             "seconds": round(answer.seconds, 3),

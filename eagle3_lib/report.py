@@ -25,7 +25,11 @@ def run(params: DiagnoseParams) -> dict:
     folder = project_path(params.folder)
     with stage("diagnose", params) as notes:
         engines = {engine: _engine(folder, engine, params.drafters) for engine in params.engines}
-        sentences = [verdict["sentence"] for result in engines.values() for verdict in result["verdicts"]]
+        sentences = [
+            f"{engine} {result['version']}: {verdict['sentence']}"
+            for engine, result in engines.items()
+            for verdict in result["verdicts"]
+        ]
         report = {
             "schema": SCHEMA,
             "run": params.run,
@@ -54,11 +58,18 @@ def _engine(folder: Path, engine: str, drafters: list[str]) -> dict:
             for name, replay in replays.items()
         },
         "ngram_acceptance": runs["ngram"]["summary"]["acceptance"],
+        "evidence": {mode: {key: run[key] for key in ("evidence", "cross_check")} for mode, run in runs.items()},
         "throughput": {mode: run["summary"] | {"load_s": run["load_s"]} for mode, run in runs.items()},
         "speedup": {mode: speedup(runs["plain"], run) for mode, run in runs.items() if mode != "plain"},
+        "speedup_by_concurrency": {
+            mode: by_concurrency(runs["plain"], run) for mode, run in runs.items() if mode != "plain"
+        },
+        "cost": {name: cost(runs["plain"], runs[name], replays[name]) for name in drafters},
         "tokens": _tokens(runs, replays),
-        "verdicts": [diagnose.judge(replay).as_dict() for replay in replays.values()],
     }
+    verdicts = [diagnose.judge(replay) for replay in replays.values()]
+    result["verdicts"] = [verdict.as_dict() for verdict in verdicts]
+    result["together"] = diagnose.judge_together(verdicts)
     if len(drafters) > 1:
         first, last = (runs[name] for name in (drafters[0], drafters[-1]))
         rounds = [[request["accepted"] for request in run["requests"]] for run in (last, first)]
@@ -68,6 +79,39 @@ def _engine(folder: Path, engine: str, drafters: list[str]) -> dict:
             **acceptance.paired_length_difference(*rounds, first["positions"]),
         }
     return result
+
+
+def by_concurrency(plain: dict, other: dict) -> dict[str, dict]:
+    """Throughput over plain at each concurrency: median of the repeats' ratios, and the smallest and largest."""
+    ratios = {
+        level: [ours / theirs for ours, theirs in zip(rates, plain["summary"]["by_concurrency"][level], strict=True)]
+        for level, rates in other["summary"]["by_concurrency"].items()
+    }
+    return {
+        level: {"value": float(np.median(values)), "low": min(values), "high": max(values), "n": len(values)}
+        for level, values in ratios.items()
+    }
+
+
+def cost(plain: dict, other: dict, replay: dict) -> dict:
+    """Time of a round over a plain step, and what of the speedup comes from acceptance and what from cost.
+
+    Steps after prefill, at one request at a time; see :func:`eagle3_lib.diagnose.speed`.
+    """
+
+    def repeats(run: dict) -> list[dict]:
+        found: dict[int, dict] = {}
+        for row in run["timed"]:
+            if row["concurrency"] == 1:
+                total = found.setdefault(row["repeat"], {"tokens": 0, "seconds": 0.0, "rounds": 0})
+                total["tokens"] += row["tokens"] - 1
+                total["seconds"] += row["seconds"] - row["first_token_s"]
+                total["rounds"] += row["steps"]
+        return list(found.values())
+
+    engine, correct = (replay[f"{who}_acceptance"]["mean_length"]["value"] for who in ("engine", "replay"))
+    result = diagnose.speed(repeats(plain), repeats(other))
+    return diagnose.speed(repeats(plain), repeats(other), result["mean_length"] * correct / engine)
 
 
 def speedup(plain: dict, other: dict) -> dict:

@@ -1,1 +1,37 @@
-"""Serving engines: each runs in a subprocess under its own interpreter and is spoken to over HTTP."""
+"""Serving engines: each runs in a subprocess under its own interpreter and is spoken to over HTTP.
+
+One module an engine, all with ``installed``, ``serve``, ``complete``, ``counters`` and ``start_profile``.
+"""
+
+from . import sglang, vllm
+from .base import Completion, Server
+
+MODULES = {"vllm": vllm, "sglang": sglang}
+
+
+def serve(params, folder, log, mode="plain", drafter="", num_speculative_tokens=4, profile_dir=None):
+    """Serve a target for the length of a ``with`` block, by the engine that ``params.engine`` names."""
+    return MODULES[params.engine].serve(params, folder, log, mode, drafter, num_speculative_tokens, profile_dir)
+
+
+def complete(
+    server: Server, prompt_ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+) -> Completion:
+    """One completion of token ids, with what the engine tells of its rounds."""
+    return MODULES[server.engine].complete(server, prompt_ids, max_tokens, temperature, seed)
+
+
+def counters(server: Server) -> dict | None:
+    """The engine's own speculation counters since its start, {"rounds", "accepted": by position}; None if it has none."""
+    return MODULES[server.engine].counters(server)
+
+
+def start_profile(server: Server, folder) -> None:
+    """Start the engine's torch profiler; its traces go to ``folder`` when :func:`stop_profile` is called."""
+    MODULES[server.engine].start_profile(server, folder)
+
+
+def stop_profile(server: Server) -> None:
+    import httpx
+
+    httpx.post(f"{server.url}/stop_profile", timeout=300).raise_for_status()

@@ -5,13 +5,14 @@ is interrupted, and with the kernel, however that dies.
 """
 
 import contextlib
+import functools
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -26,13 +27,18 @@ LOG_LINES_SHOWN = 25
 
 @dataclass(frozen=True)
 class Server:
-    """A running engine. ``model``: the name to ask for; ``load_s``: from launch to the first completion."""
+    """A running engine.
+
+    model: the name to ask for; load_s: from launch to the first completion; tells_rounds: each answer carries the accepted
+    count of every round. Otherwise rounds are read off the streamed chunks, which holds for one request at a time.
+    """
 
     url: str
     model: str
     engine: str
     version: str
     load_s: float = 0.0
+    tells_rounds: bool = False
 
     def client(self, timeout_s: float = 600) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=timeout_s, max_retries=0)
@@ -43,7 +49,8 @@ class Completion:
     """One answer, as token ids from the server.
 
     accepted, drafted: counts of each speculation round (None from a server that does not speculate or does not tell).
-    seconds: from sending the request to the last chunk; first_token_s: to the first token.
+    chunks: tokens in each streamed chunk: prefill's one, then one chunk a step. histogram: steps by accepted count, where
+    the server tells it. seconds: from sending the request to the last chunk; first_token_s: to the first token.
     """
 
     prompt_ids: list[int]
@@ -53,6 +60,46 @@ class Completion:
     first_token_s: float = 0.0
     accepted: list[int] | None = None
     drafted: list[int] | None = None
+    chunks: list[int] = field(default_factory=list)
+    histogram: list[int] | None = None
+
+    def rounds_from_chunks(self) -> list[int]:
+        """Accepted counts of the rounds, when no other request was under way: a step emits its accepted drafts and one."""
+        return [tokens - 1 for tokens in self.chunks[1:]]
+
+    def add_chunk(self, token_ids: list[int], seconds: float) -> None:
+        if token_ids:
+            self.first_token_s = self.first_token_s or seconds
+            self.output_ids += token_ids
+            self.chunks.append(len(token_ids))
+            self.seconds = seconds
+
+
+DISTRIBUTION_PROBE = """
+import importlib.metadata as m, sys
+names = [n for n in sys.argv[1:] if any(True for _ in m.distributions(name=n))]
+print(names[0], m.version(names[0])) if names else print("none none")
+"""
+
+
+@functools.cache
+def find_distribution(python: str, names: tuple[str, ...]) -> tuple[str, str]:
+    """(name, version) of the first of some distributions that an interpreter has ("" is this one), without importing it.
+
+    Raises:
+        Eagle3Error: it has none of them, or does not run.
+    """
+    python = python or sys.executable
+    try:
+        done = subprocess.run([python, "-c", DISTRIBUTION_PROBE, *names], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise Eagle3Error(f"engine_python: {python!r} does not run: {error}") from error
+    name, version = done.stdout.split()
+    if name == "none":
+        raise Eagle3Error(
+            f"engine_python: found no {' or '.join(names)} in {python!r}; expected one of them installed there"
+        )
+    return name, version
 
 
 def pick_port(port: int) -> int:
@@ -88,7 +135,7 @@ def launch(command: list[str], env: dict[str, str], log: Path, server: Server, t
         )
     try:
         _wait_ready(process, server, log, started + timeout_s)
-        yield Server(server.url, server.model, server.engine, server.version, round(time.monotonic() - started, 1))
+        yield replace(server, load_s=round(time.monotonic() - started, 1))
     finally:
         end_group(process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -146,12 +193,8 @@ def complete(
         for chunk in stream:
             now = time.monotonic() - started
             for choice in chunk.choices:
-                ids = (choice.model_extra or {}).get("token_ids") or []
-                if ids and not result.output_ids:
-                    result.first_token_s = now
-                result.output_ids += ids
+                result.add_chunk((choice.model_extra or {}).get("token_ids") or [], now)
                 result.finish_reason = choice.finish_reason or result.finish_reason
-                result.seconds = now
             rounds = ((chunk.model_extra or {}).get("metrics") or {}).get("speculative_decoding")
             if rounds:
                 result.accepted, result.drafted = rounds["per_step_accepted"], rounds["per_step_drafted"]

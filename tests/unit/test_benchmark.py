@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from eagle3_lib import benchmark, checkpoint, replay, report
+from eagle3_lib import benchmark, checkpoint, engines, replay, report
 from eagle3_lib.drafter import Drafter, DrafterConfig
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import BenchmarkParams, ReplayParams
@@ -14,6 +14,7 @@ from eagle3_lib.params import BenchmarkParams, ReplayParams
 def timed(seconds_per_token, tokens=(10, 20), repeats=3):
     return [
         {
+            "concurrency": 1,
             "repeat": r,
             "id": f"p{i}",
             "tokens": n,
@@ -38,12 +39,37 @@ def test_speedup_is_the_ratio_of_rates_and_paired():
 
 
 def test_summary_of_a_mode():
-    result = {"timed": timed(0.1), "positions": 2, "requests": [{"accepted": [2, 0, 1]}, {"accepted": [0]}]}
+    waves = [{"concurrency": c, "repeat": r, "tokens": 30 * c, "wall_s": 5.0} for c in (1, 8) for r in range(3)]
+    result = {
+        "timed": timed(0.1),
+        "waves": waves,
+        "positions": 2,
+        "requests": [{"accepted": [2, 0, 1]}, {"accepted": [0]}],
+    }
     summary = benchmark.summarise(result)
     assert summary["tokens_per_s"]["value"] == pytest.approx(90 / 15)
-    assert summary["tokens_per_s_by_repeat"] == [6.0, 6.0, 6.0]
+    assert summary["by_concurrency"] == {"1": [6.0, 6.0, 6.0], "8": [48.0, 48.0, 48.0]}
     assert summary["acceptance"]["accepted"] == [2, 1] and summary["acceptance"]["rounds"] == 4
     assert summary["acceptance"]["mean_length"]["value"] == 1.75
+
+
+def test_rounds_are_checked_by_counters_and_histograms():
+    requests = [{"accepted": [2, 0, 1], "histogram": [1, 1, 1]}, {"accepted": [0], "histogram": [0, 1]}]
+    before, after = {"rounds": 3, "accepted": [1, 1]}, {"rounds": 7, "accepted": [3, 2]}
+    assert benchmark.cross_check(requests, before, after) == {
+        "counters": {"rounds": 4, "accepted": [2, 1]},
+        "histograms": 2,
+        "histograms_equal": 1,
+    }
+    assert benchmark.cross_check([], None, after)["counters"] == after
+
+
+def test_rounds_are_read_off_the_stream():
+    answer = engines.Completion([1])
+    for ids, second in (([5], 0.1), ([6, 7, 8], 0.2), ([], 0.3), ([9], 0.4)):
+        answer.add_chunk(ids, second)
+    assert answer.rounds_from_chunks() == [2, 0]
+    assert (answer.first_token_s, answer.seconds, answer.output_ids) == (0.1, 0.4, [5, 6, 7, 8, 9])
 
 
 def test_a_drafter_of_another_hidden_size_is_refused_before_the_engine_starts(target_folder, tmp_path):

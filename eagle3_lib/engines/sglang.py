@@ -1,0 +1,125 @@
+"""SGLang: arguments, the server as a context manager, and rounds from its streamed chunks.
+
+Read in SGLang 0.5.16: srt/server_args.py, srt/managers/tokenizer_manager.py (meta_info), srt/entrypoints/http_server.py.
+SGLang tells no count for each round, only each request's histogram (``spec_correct_drafts_histogram``, from 0.5.16 on).
+At one request at a time a streamed chunk is a step, so the rounds are read off the stream; the histogram checks them.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from ..errors import Eagle3Error
+from ..params import Serving
+from ..provenance import project_path
+from .base import Completion, Server, find_distribution, launch, pick_port
+
+
+def installed(python: str = "") -> tuple[str, str]:
+    """(version, "cuda") of the SGLang that an interpreter has ("" is this one).
+
+    Raises:
+        Eagle3Error: there is none.
+    """
+    return find_distribution(python, ("sglang",))[1], "cuda"
+
+
+def speculation(mode: str, drafter: str, num_speculative_tokens: int) -> list[str]:
+    """Arguments of a mode. Steps, topk and draft tokens are always explicit: left out, some targets get a tree."""
+    if mode == "plain":
+        return []
+    if mode == "ngram":
+        words = {"algorithm": "NGRAM", "num-draft-tokens": num_speculative_tokens + 1, "ngram-max-bfs-breadth": 1}
+    else:
+        folder = project_path(drafter)
+        if not (folder / "config.json").is_file():
+            raise Eagle3Error(f"drafter: found no config.json in {folder}; expected a drafter's folder")
+        words = {
+            "algorithm": "EAGLE3",
+            "draft-model-path": folder,
+            "num-steps": num_speculative_tokens,
+            "eagle-topk": 1,
+            "num-draft-tokens": num_speculative_tokens + 1,  # SGLang counts the root of the draft tree
+        }
+    return [word for name, value in words.items() for word in (f"--speculative-{name}", str(value))]
+
+
+@contextlib.contextmanager
+def serve(
+    params: Serving,
+    folder: Path,
+    log: Path,
+    mode: str = "plain",
+    drafter: str = "",
+    num_speculative_tokens: int = 4,
+    profile_dir: Path | None = None,
+) -> Iterator[Server]:
+    """Serve the target in ``folder`` for the length of a ``with`` block; see :func:`eagle3_lib.engines.vllm.serve`."""
+    version, _ = installed(params.engine_python)
+    port = pick_port(params.port)
+    command = [
+        *(params.engine_python or sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder)),
+        *("--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port), "--dtype", params.dtype),
+        *("--context-length", str(params.max_model_len)),
+        *(["--disable-cuda-graph"] if params.eager else []),
+        *speculation(mode, drafter, num_speculative_tokens),
+        *params.engine_args,
+    ]
+    server = Server(f"http://127.0.0.1:{port}", "target", "sglang", version)
+    with launch(command, {"HF_HUB_OFFLINE": "1"}, log, server, params.start_timeout_s) as running:
+        yield running
+
+
+def complete(
+    server: Server, prompt_ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+) -> Completion:
+    """One streamed completion by /generate.
+
+    Raises:
+        Eagle3Error: an error of the server.
+    """
+    started, result = time.monotonic(), Completion(prompt_ids)
+    sampling = {"temperature": temperature, "max_new_tokens": max_tokens}
+    if temperature > 0:
+        sampling["sampling_seed"] = seed
+    body = {"input_ids": prompt_ids, "sampling_params": sampling, "stream": True}
+    try:
+        with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=600) as reply:
+            reply.raise_for_status()
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    _take(json.loads(line.removeprefix("data: ")), result, time.monotonic() - started)
+    except (httpx.HTTPError, ValueError) as error:
+        raise Eagle3Error(f"sglang {server.version} failed a completion: {error}") from error
+    if not result.output_ids:
+        raise Eagle3Error(f"sglang {server.version} returned no token ids")
+    return result
+
+
+def _take(event: dict, result: Completion, seconds: float) -> None:
+    """One event of the stream: ``output_ids`` holds all ids so far, or the new ones with incremental streaming."""
+    if "error" in event:
+        raise Eagle3Error(f"sglang failed a completion: {event['error']}")
+    ids, meta, known = event.get("output_ids") or [], event.get("meta_info") or {}, len(result.output_ids)
+    cumulative = len(ids) >= known and ids[:known] == result.output_ids
+    result.add_chunk(ids[known:] if cumulative else ids, seconds)
+    result.histogram = (
+        meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram") or result.histogram
+    )
+    reason = meta.get("finish_reason")
+    result.finish_reason = (reason.get("type") if isinstance(reason, dict) else reason) or result.finish_reason
+
+
+def counters(server: Server) -> dict | None:
+    """SGLang exports no counters by position."""
+    return None
+
+
+def start_profile(server: Server, folder: Path) -> None:
+    body = {"output_dir": str(folder), "activities": ["CPU", "GPU"]}
+    httpx.post(f"{server.url}/start_profile", json=body, timeout=60).raise_for_status()
