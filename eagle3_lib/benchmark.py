@@ -161,11 +161,12 @@ def _measure_acceptance(server: engines.Server, prompts: list[Answer], params: B
 def _measure_time(
     server: engines.Server, prompts: list[Answer], params: BenchmarkParams
 ) -> tuple[list[dict], list[dict]]:
-    def one(prompt: Answer) -> tuple[str, engines.Completion]:
-        return prompt.id, engines.complete(server, prompt.prompt_ids, params.timed_tokens)
-
     rows, waves = [], []
     for concurrency in params.timed_concurrency:
+
+        def one(prompt: Answer, alone: bool = concurrency == 1) -> tuple[str, engines.Completion]:
+            return prompt.id, engines.complete(server, prompt.prompt_ids, params.timed_tokens, stream=alone)
+
         with ThreadPoolExecutor(concurrency) as pool:
             list(pool.map(one, prompts[:concurrency]))  # warm-up, not counted
             for repeat in tqdm(range(params.repeats), desc=f"{params.mode}: {concurrency} at a time", mininterval=2):

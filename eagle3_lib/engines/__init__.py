@@ -3,6 +3,8 @@
 One module an engine, all with ``installed``, ``serve``, ``complete``, ``counters`` and ``start_profile``.
 """
 
+import httpx
+
 from . import sglang, vllm
 from .base import Completion, Server
 
@@ -14,11 +16,12 @@ def serve(params, folder, log, mode="plain", drafter="", num_speculative_tokens=
     return MODULES[params.engine].serve(params, folder, log, mode, drafter, num_speculative_tokens, profile_dir)
 
 
-def complete(
-    server: Server, prompt_ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
-) -> Completion:
-    """One completion of token ids, with what the engine tells of its rounds."""
-    return MODULES[server.engine].complete(server, prompt_ids, max_tokens, temperature, seed)
+def complete(server: Server, prompt_ids: list[int], max_tokens: int, **options) -> Completion:
+    """One completion of token ids, with what the engine tells of its rounds.
+
+    Options: temperature, seed, stream, as :func:`eagle3_lib.engines.base.complete` has them.
+    """
+    return MODULES[server.engine].complete(server, prompt_ids, max_tokens, **options)
 
 
 def counters(server: Server) -> dict | None:
@@ -32,6 +35,5 @@ def start_profile(server: Server, folder) -> None:
 
 
 def stop_profile(server: Server) -> None:
-    import httpx
-
+    """End a profile; when this returns its traces are written."""
     httpx.post(f"{server.url}/stop_profile", timeout=300).raise_for_status()

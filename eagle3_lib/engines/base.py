@@ -20,7 +20,7 @@ import openai
 
 from ..errors import Eagle3Error
 from ..process import end_group
-from ..provenance import short_path
+from ..provenance import project_path, short_path
 
 LOG_LINES_SHOWN = 25
 
@@ -41,7 +41,13 @@ class Server:
     tells_rounds: bool = False
 
     def client(self, timeout_s: float = 600) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=timeout_s, max_retries=0)
+        return _client(self.url, timeout_s)
+
+
+@functools.cache
+def _client(url: str, timeout_s: float) -> openai.OpenAI:
+    """One client, and so one connection pool, a server: making one takes longer than a token on a GPU."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=timeout_s, max_retries=0)
 
 
 @dataclass
@@ -82,6 +88,13 @@ print(names[0], m.version(names[0])) if names else print("none none")
 """
 
 
+def interpreter(engine_python: str) -> str:
+    """The interpreter to start: this one for "", a path relative to the project root where it is a path."""
+    if not engine_python:
+        return sys.executable
+    return str(project_path(engine_python)) if "/" in engine_python else engine_python
+
+
 @functools.cache
 def find_distribution(python: str, names: tuple[str, ...]) -> tuple[str, str]:
     """(name, version) of the first of some distributions that an interpreter has ("" is this one), without importing it.
@@ -89,7 +102,7 @@ def find_distribution(python: str, names: tuple[str, ...]) -> tuple[str, str]:
     Raises:
         Eagle3Error: it has none of them, or does not run.
     """
-    python = python or sys.executable
+    python = interpreter(python)
     try:
         done = subprocess.run([python, "-c", DISTRIBUTION_PROBE, *names], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -155,8 +168,8 @@ def _wait_ready(process: subprocess.Popen, server: Server, log: Path, deadline: 
             print("  still loading", flush=True)
         try:
             if httpx.get(f"{server.url}/health", timeout=2).status_code == 200:
-                left = max(5.0, deadline - time.monotonic())
-                server.client(left).completions.create(model=server.model, prompt="Hello", max_tokens=1)
+                patient = server.client(timeout_s=max(5, round(deadline - time.monotonic())))
+                patient.completions.create(model=server.model, prompt="Hello", max_tokens=1)
                 return
         except (httpx.HTTPError, openai.APIConnectionError):
             pass
@@ -171,31 +184,34 @@ def log_tail(log: Path) -> str:
 
 
 def complete(
-    server: Server, prompt_ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+    server: Server, prompt_ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0, stream: bool = True
 ) -> Completion:
-    """One streamed completion of token ids; what the server says of its speculation rounds comes with its last chunk.
+    """One completion of token ids from an OpenAI-compatible server that returns them (vLLM: return_token_ids).
 
+    Args:
+        stream: chunk by chunk, with the time of the first token and a chunk for each step; else whole, which costs the
+            client less and keeps it out of the way when many requests are timed together.
     Raises:
         Eagle3Error: the server gave no token ids, or an error.
     """
     started, result = time.monotonic(), Completion(prompt_ids)
     try:
-        stream = server.client().completions.create(
+        replies = server.client().completions.create(
             model=server.model,
             prompt=prompt_ids,
             max_tokens=max_tokens,
             temperature=temperature,
             seed=seed,
-            stream=True,
-            stream_options={"include_usage": True},
+            stream=stream,
+            **({"stream_options": {"include_usage": True}} if stream else {}),
             extra_body={"return_token_ids": True},
         )
-        for chunk in stream:
+        for reply in replies if stream else [replies]:
             now = time.monotonic() - started
-            for choice in chunk.choices:
+            for choice in reply.choices:
                 result.add_chunk((choice.model_extra or {}).get("token_ids") or [], now)
                 result.finish_reason = choice.finish_reason or result.finish_reason
-            rounds = ((chunk.model_extra or {}).get("metrics") or {}).get("speculative_decoding")
+            rounds = ((reply.model_extra or {}).get("metrics") or {}).get("speculative_decoding")
             if rounds:
                 result.accepted, result.drafted = rounds["per_step_accepted"], rounds["per_step_drafted"]
     except (openai.APIError, httpx.HTTPError) as error:

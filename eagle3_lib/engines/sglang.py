@@ -6,8 +6,8 @@ At one request at a time a streamed chunk is a step, so the rounds are read off 
 """
 
 import contextlib
+import functools
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ import httpx
 from ..errors import Eagle3Error
 from ..params import Serving
 from ..provenance import project_path
-from .base import Completion, Server, find_distribution, launch, pick_port
+from .base import Completion, Server, find_distribution, interpreter, launch, pick_port
 
 
 def installed(python: str = "") -> tuple[str, str]:
@@ -63,7 +63,7 @@ def serve(
     version, _ = installed(params.engine_python)
     port = pick_port(params.port)
     command = [
-        *(params.engine_python or sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder)),
+        *(interpreter(params.engine_python), "-m", "sglang.launch_server", "--model-path", str(folder)),
         *("--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port), "--dtype", params.dtype),
         *("--context-length", str(params.max_model_len)),
         *(["--disable-cuda-graph"] if params.eager else []),
@@ -76,9 +76,9 @@ def serve(
 
 
 def complete(
-    server: Server, prompt_ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+    server: Server, prompt_ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0, stream: bool = True
 ) -> Completion:
-    """One streamed completion by /generate.
+    """One completion by /generate; see :func:`eagle3_lib.engines.base.complete`.
 
     Raises:
         Eagle3Error: an error of the server.
@@ -87,18 +87,24 @@ def complete(
     sampling = {"temperature": temperature, "max_new_tokens": max_tokens}
     if temperature > 0:
         sampling["sampling_seed"] = seed
-    body = {"input_ids": prompt_ids, "sampling_params": sampling, "stream": True}
+    body = {"input_ids": prompt_ids, "sampling_params": sampling, "stream": stream}
     try:
-        with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=600) as reply:
+        with _client(server.url).stream("POST", "/generate", json=body) as reply:
             reply.raise_for_status()
-            for line in reply.iter_lines():
-                if line.startswith("data: {"):
-                    _take(json.loads(line.removeprefix("data: ")), result, time.monotonic() - started)
+            lines = (line.removeprefix("data: ") for line in reply.iter_lines())
+            for line in lines if stream else ["".join(lines)]:
+                if line.startswith("{"):
+                    _take(json.loads(line), result, time.monotonic() - started)
     except (httpx.HTTPError, ValueError) as error:
         raise Eagle3Error(f"sglang {server.version} failed a completion: {error}") from error
     if not result.output_ids:
         raise Eagle3Error(f"sglang {server.version} returned no token ids")
     return result
+
+
+@functools.cache
+def _client(url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None))
 
 
 def _take(event: dict, result: Completion, seconds: float) -> None:

@@ -5,7 +5,6 @@ Read in vLLM 0.32.0 (CPU build): entrypoints/openai/api_server.py, config/specul
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ..errors import Eagle3Error
 from ..params import Serving
 from ..provenance import project_path
-from .base import Server, complete, find_distribution, launch, pick_port
+from .base import Server, complete, find_distribution, interpreter, launch, pick_port
 
 # The default entry point, `vllm serve`, asks for a distribution named vllm, which the CPU build is not. Started by -c,
 # not -m: children that Python spawns would otherwise import the whole API server once more each.
@@ -93,7 +92,7 @@ def serve(
     version, build = installed(params.engine_python)
     speculative = speculation(mode, drafter, num_speculative_tokens)
     port = pick_port(params.port)
-    command = [params.engine_python or sys.executable, "-c", ENTRY]
+    command = [interpreter(params.engine_python), "-c", ENTRY]
     command += arguments(params, folder, version, port, speculative, profile_dir)
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"} | (CPU_ENV if build == "cpu" else {})
     tells_rounds = speculative is not None and version_tuple(version) >= DETAILED_METRICS_SINCE
