@@ -697,3 +697,18 @@ def _examine(target, setups: dict[str, Setup], requests: list[dict], steps: int)
             }
         )
     return examined
+
+
+def markdown() -> str:
+    """The catalogue as the section of docs/faults.md (a test keeps the two the same)."""
+    parts = []
+    for fault in CATALOGUE:
+        bugs = ", ".join(fault.bugs) or "none known"
+        parts.append(
+            f"### {fault.name}\n\n{fault.stands_for}\n\n"
+            f"- Looks like: {fault.looks}.\n"
+            f"- Confirm with: {fault.experiment}.\n"
+            f"- Remedy: {fault.remedy}.\n"
+            f"- Public bugs: {bugs}.\n"
+        )
+    return "\n".join(parts)

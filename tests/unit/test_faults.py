@@ -1,6 +1,7 @@
 """The catalogue: every entry is whole, and an engine that has a fault is told from one that has another."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,3 +117,10 @@ def test_histograms_are_enough(recorded):
     ]
     verdict = diagnose.judge_histograms("base", steps, requests)
     assert (verdict.kind, verdict.fault) == (diagnose.FAULT, "boundaries +1")
+
+
+def test_the_page_holds_the_catalogue():
+    page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
+    assert page.endswith("## The catalogue\n\n" + faults.markdown()), (
+        "docs/faults.md: paste faults.markdown() at its end"
+    )
