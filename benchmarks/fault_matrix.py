@@ -66,6 +66,7 @@ def engine(job: dict) -> None:
     import vllm
 
     prompts = [request["prompt_ids"] for request in json.loads(project_path(job["prompts"]).read_text())["requests"]]
+    speculation = {"method": "eagle3", "model": job["served"], "num_speculative_tokens": POSITIONS}
     llm = vllm.LLM(
         str(project_path(TARGET)),
         dtype=job["dtype"],
@@ -75,7 +76,7 @@ def engine(job: dict) -> None:
         disable_log_stats=False,
         per_request_spec_decode_metrics="detailed",
         worker_extension_cls=broken.EXTENSION,
-        speculative_config={"method": "eagle3", "model": job["served"], "num_speculative_tokens": POSITIONS},
+        speculative_config=None if job.get("plain") else speculation,
     )
     sampling = vllm.SamplingParams(temperature=job["temperature"], max_tokens=MAX_TOKENS, seed=job.get("seed"))
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
@@ -84,7 +85,7 @@ def engine(job: dict) -> None:
             "id": str(index),
             "prompt_ids": prompts[index],
             "output_ids": list(output.outputs[0].token_ids),
-            "per_step_accepted": list(output.outputs[0].spec_decode_metrics.per_step_accepted),
+            "per_step_accepted": [] if job.get("plain") else output.outputs[0].spec_decode_metrics.per_step_accepted,
         }
         for index, output in enumerate(outputs)
     ]

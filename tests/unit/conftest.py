@@ -20,12 +20,14 @@ def recorded(target):
     requests = [(request["prompt_ids"], request["output_ids"]) for request in record["requests"]]
     texts = [prompt + output for prompt, output in requests]
     features = list(replay.capture(target, texts, drafter.config.boundaries, also=faults.extra_streams(setups)))
+    laid, steps = faults.texts_of(requests, features), record["num_speculative_tokens"]
     return SimpleNamespace(
         record=record,
-        steps=record["num_speculative_tokens"],
+        correct_counts=replay.counts_at(setups[faults.HEALTHY], laid, replay.all_slots(laid), steps),
+        steps=steps,
         drafter=drafter,
         setups=setups,
         features=features,
-        texts=faults.texts_of(requests, features),
+        texts=laid,
         rounds=[request["per_step_accepted"] for request in record["requests"]],
     )

@@ -9,11 +9,11 @@ from eagle3_lib import acceptance, faults, replay
 from eagle3_lib.drafter import Drafter, DrafterConfig
 
 
-def dense(drafter, recorded, fused=None):
+def dense(drafter, recorded, requests=None):
     """Accepted counts at all slots where rounds can start, from every step at every slot."""
     counts = []
     for text, start, features in zip(
-        recorded.texts.texts, recorded.texts.prompt_lengths, recorded.features, strict=True
+        recorded.texts.texts[:requests], recorded.texts.prompt_lengths, recorded.features, strict=False
     ):
         proposed = replay.drafts(drafter, features.fused[None], torch.tensor([text]), recorded.steps)[0]
         counts.append(replay.accepted_at(proposed, text)[start - 1 :])
@@ -40,11 +40,12 @@ def test_replay_reproduces_the_engine(recorded):
 
 
 def test_602_of_605_rounds_are_equal_and_the_others_are_cut(recorded):
-    rows = []
+    rows, every = [], dense(recorded.drafter, recorded)
+    assert every == recorded.correct_counts  # the sparse replay is the dense one
     for rounds, start, counts in zip(
         recorded.rounds,
         recorded.texts.prompt_lengths,
-        dense(recorded.drafter, recorded),
+        every,
         strict=True,
     ):
         rows += replay.compare(rounds, [0] * (start - 1) + counts, start, recorded.steps)
@@ -73,11 +74,12 @@ def test_replay_of_the_last_three_with_the_last_one_normed(recorded, target):
     assert own_curve(setup, recorded)["curve"]["value"] == pytest.approx([0.047, 0.008, 0.003, 0.000], abs=6e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"norm_output": True}, {"norm_before_residual": True}, {"fc_norm": True}])
+@pytest.mark.parametrize("changes", [{"norm_output": True}, {"norm_before_residual": True}, {"fc_norm": True}])
 def test_sparse_replay_equals_the_dense_one(recorded, changes):
     drafter = faults.variant(recorded.drafter, **changes)
-    sparse = replay.counts_at(replay.correct(drafter), recorded.texts, replay.all_slots(recorded.texts), recorded.steps)
-    assert sparse == dense(drafter, recorded)
+    slots = [some if index < 4 else [] for index, some in enumerate(replay.all_slots(recorded.texts))]
+    sparse = replay.counts_at(replay.correct(drafter), recorded.texts, slots, recorded.steps)
+    assert sparse[:4] == dense(drafter, recorded, 4)
     assert sum(map(sum, sparse)) > 0
 
 
