@@ -108,13 +108,15 @@ def conclude(drafter: str, equal: dict[str, np.ndarray], evidence: dict, weak_ra
         return Verdict(drafter, FAULT, say.not_lossless(share), evidence, fault="verification is not lossless")
     faulty = [name for name in ranked if name != CORRECT and _severity(name) == "fault"]
     if faulty and _better(equal, faulty[0], CORRECT, FALSE_ALARM / len(faulty)):
-        best, runner_up = faulty[0], next((name for name in ranked if name != faulty[0]), None)
+        best = faulty[0]
         ties = [name for name in faulty[1:] if not _better(equal, best, name, 0.05)]
         runner_up = next((name for name in ranked if name not in (best, *ties)), None)
         evidence |= {"best": best, "runner_up": runner_up}
         if table[best]["value"] >= EXPLAINED:
             return Verdict(drafter, FAULT, say.fault(best, ties, runner_up), evidence, best, ties)
-    correct_enough, surely_not = _explains(equal[CORRECT])
+    precise = [name for name in ranked if name == CORRECT or _severity(name) == "precision"]
+    correct_enough = any(_explains(equal[name])[0] for name in precise)
+    surely_not = _explains(equal[CORRECT])[1]
     if surely_not and not any(_explains(equal[name])[0] for name in ranked):
         return Verdict(drafter, UNKNOWN, say.unknown(ranked[0]), evidence)
     if not correct_enough:

@@ -96,6 +96,14 @@ def test_weak_drafter_and_broken_engine_at_the_same_acceptance():
     assert "engine is at fault" in broken.sentence
 
 
+def test_an_engine_in_low_precision_is_healthy():
+    random = np.random.default_rng(9)
+    correct = rounds_of(random, 12, 0.5)
+    engine = disturbed(random, correct, 0.2)
+    verdict = diagnose.judge(replay_of(engine, correct, {"bfloat16 features": engine, "other": correct}))
+    assert verdict.kind == diagnose.HEALTHY and verdict.fault is None
+
+
 def test_too_few_rounds():
     verdict = diagnose.judge(replay_of([[1, 0, 2]], [[1, 0, 2]]))
     assert verdict.kind == diagnose.NOT_ENOUGH
