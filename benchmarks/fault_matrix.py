@@ -51,7 +51,7 @@ def run_engine(name: str, fault: str, drafter: str = DRAFTER, **settings) -> Pat
     folder = broken.shim(drafter, fault, project_path(RUNS) / "drafters" / out.stem, TARGET)
     job = {"name": name, "fault": fault, "drafter": short_path(drafter), "served": str(folder), "out": str(out)}
     job |= {"dtype": "float32", "temperature": 0, "prompts": PROMPTS} | settings
-    environment = os.environ | ENVIRONMENT | {broken.VARIABLE: fault, "PYTHONPATH": str(project_path("."))}
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(project_path("."))}
     log = out.with_suffix(".log")
     with log.open("w") as sink:
         command = [sys.executable, __file__, "--engine", json.dumps(job)]
@@ -75,7 +75,7 @@ def engine(job: dict) -> None:
         max_num_seqs=16,
         disable_log_stats=False,
         per_request_spec_decode_metrics="detailed",
-        worker_extension_cls=broken.EXTENSION,
+        worker_extension_cls=broken.extension(job["fault"]),
         speculative_config=None if job.get("plain") else speculation,
     )
     sampling = vllm.SamplingParams(temperature=job["temperature"], max_tokens=MAX_TOKENS, seed=job.get("seed"))

@@ -2,14 +2,13 @@
 
 Two ways in, none of which touches an installed file. A *shim* is a copy of a drafter folder whose config.json or tensors
 are edited, so that the engine itself does the wrong thing; any engine can serve it. A *patch* replaces a method of
-vLLM's V1 runner (0.32: v1/spec_decode/llm_base_proposer.py, v1/sample/rejection_sampler.py) in the engine's own worker
-process: vLLM imports ``--worker-extension-cls eagle3_lib.broken.Worker`` there, and the environment variable
-EAGLE3_BROKEN names the patch.
+vLLM's V1 runner (0.32: v1/spec_decode/llm_base_proposer.py) in the engine's own worker process, where vLLM resolves
+``--worker-extension-cls eagle3_lib.broken.cliff_after_step_0``; see :func:`extension`.
 """
 
-import os
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,10 +17,9 @@ from torch import Tensor
 
 from .checkpoint import IDS, default_boundaries, read_config, read_tensors
 from .errors import Eagle3Error
+from .faults import to_float8
 from .provenance import project_path, whole_folder, write_json
 
-VARIABLE = "EAGLE3_BROKEN"
-EXTENSION = "eagle3_lib.broken.Worker"
 Tensors = dict[str, Tensor]
 
 
@@ -37,7 +35,6 @@ class Injection:
     config: Callable[[dict, int], dict] | None = None
     tensors: Callable[[Tensors, Tensor], dict[str, Tensor | None]] | None = None
     patch: Callable[[], None] | None = None
-    engine: dict = field(default_factory=dict)
 
 
 def shim(drafter: str | Path, fault: str, out: str | Path, target: str | Path) -> Path:
@@ -204,11 +201,6 @@ def float8_features() -> None:
     Eagle3LlamaForCausalLM.combine_hidden_states = patched
 
 
-def to_float8(values: Tensor) -> Tensor:
-    scale = values.abs().amax(-1, keepdim=True).clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
-    return (values / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale
-
-
 INJECTIONS: dict[str, Injection] = {
     "none": Injection(),
     "boundaries -1": Injection(config=shifted_boundaries(-1)),
@@ -246,8 +238,24 @@ INJECTIONS: dict[str, Injection] = {
 
 
 class Worker:
-    """vLLM's worker extension; importing this module in the worker's process applies the patch."""
+    """vLLM's worker extension: nothing but a name."""
 
 
-if os.environ.get(VARIABLE) and named(os.environ[VARIABLE]).patch:
-    INJECTIONS[os.environ[VARIABLE]].patch()
+def extension(fault: str) -> str:
+    """The value of ``--worker-extension-cls`` that breaks an engine's worker process by the fault's patch."""
+    return f"{__name__}.{named(fault) and fault.replace(' ', '_')}"
+
+
+def __getattr__(name: str):
+    """Resolving ``eagle3_lib.broken.<fault with underscores>``, as vLLM does in its worker process, applies the patch."""
+    fault = next((fault for fault in INJECTIONS if fault.replace(" ", "_") == name), None)
+    if fault is None:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    _apply(fault)
+    return Worker
+
+
+@functools.cache
+def _apply(fault: str) -> None:
+    if patch := INJECTIONS[fault].patch:
+        patch()
