@@ -60,6 +60,7 @@ def judge(replay: dict, weak_rate: float = WEAK_RATE) -> Verdict:
         "engine": summary([request["engine_rounds"] for request in requests], positions),
         "replay": summary([request["replay_rounds"] for request in requests], positions),
         "gap": _gap(requests),
+        "by_slot": by_slot(requests),
         "tokens_not_greedy": _not_greedy(replay),
     }
     equal = {CORRECT: _equal(requests, lambda request: [row["replay"] for row in request["rows"]])}
@@ -227,6 +228,21 @@ def _gap(requests: list[dict]) -> dict:
     rows = [[row for row in request["rows"] if not row["cut"]] for request in requests]
     pairs = np.array([(len(some), sum(row["engine"] - row["replay"] for row in some)) for some in rows], float)
     return bootstrap(_ratio, pairs) if pairs[:, 0].sum() else {"value": 0.0, "low": 0.0, "high": 0.0, "n": len(rows)}
+
+
+def by_slot(requests: list[dict], parts: int = 4) -> list[dict]:
+    """Accepted tokens in a round, engine and correct engine, in equally full parts of the context length.
+
+    A drafter that decays with the length of the context falls in both; an engine that fails there, in the first alone.
+    """
+    rows = sorted((row for request in requests for row in request["rows"] if not row["cut"]), key=lambda r: r["slot"])
+    table = []
+    for some in np.array_split(np.arange(len(rows)), parts):
+        part = [rows[index] for index in some]
+        if part:
+            means = {who: round(float(np.mean([row[who] for row in part])), 4) for who in ("engine", "replay")}
+            table.append({"slots": [part[0]["slot"], part[-1]["slot"]], "rounds": len(part), **means})
+    return table
 
 
 def _not_greedy(replay: dict) -> dict:

@@ -104,6 +104,20 @@ def test_an_engine_in_low_precision_is_healthy():
     assert verdict.kind == diagnose.HEALTHY and verdict.fault is None
 
 
+def test_decay_with_context_is_told_from_a_fault_there():
+    random = np.random.default_rng(10)
+    falling = [sorted(rounds, reverse=True) for rounds in rounds_of(random, 12, 0.6)]
+    natural = diagnose.judge(replay_of(falling, falling))
+    ends = natural.evidence["by_slot"][0], natural.evidence["by_slot"][-1]
+    assert natural.kind == diagnose.HEALTHY
+    assert ends[0]["engine"] == ends[0]["replay"] > ends[1]["engine"] + 1
+    steady = [[int(count) for count in random.permutation(rounds)] for rounds in falling]
+    failing = [[count if i < len(rounds) / 2 else 0 for i, count in enumerate(rounds)] for rounds in steady]
+    fault = diagnose.judge(replay_of(failing, steady))
+    last = fault.evidence["by_slot"][-1]
+    assert fault.kind == diagnose.UNKNOWN and last["engine"] < last["replay"] - 1
+
+
 def test_too_few_rounds():
     verdict = diagnose.judge(replay_of([[1, 0, 2]], [[1, 0, 2]]))
     assert verdict.kind == diagnose.NOT_ENOUGH
