@@ -30,6 +30,10 @@ HEALTHY_RUNS = {  # more healthy engines than the plain one
     "none, bfloat16": {"dtype": "bfloat16"},
     "none, finetuned drafter": {"drafter": "runs/quickstart/train/drafter"},  # of `make demo`
 }
+HEALTHY_REPLAYS = {  # stage 08 of `make demo`: the HTTP server, other prompts
+    "none, base drafter on Python": "runs/quickstart/replay/vllm/base",
+    "none, finetuned drafter on Python": "runs/quickstart/replay/vllm/finetuned",
+}
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -118,11 +122,10 @@ def examine(out: Path) -> dict:
     return json.loads(kept.read_text())
 
 
-def judged(out: Path) -> dict:
+def judged(record: dict, replay: dict) -> dict:
     """One row of the matrix."""
     from eagle3_lib import diagnose
 
-    record, replay = json.loads(out.read_text()), examine(out)
     verdict = diagnose.judge(replay)
     agreement = {row["hypothesis"]: row["value"] for row in verdict.evidence["ranking"]}
     fault = record["fault"]
@@ -155,7 +158,11 @@ def judged(out: Path) -> dict:
 def write_matrix() -> dict:
     """Judge every run that exists, print the table, and write benchmarks/results/fault_matrix.json."""
     files = [run_file(name) for name in (*broken.INJECTIONS, *HEALTHY_RUNS) if run_file(name).is_file()]
-    rows = [judged(path) for path in files]
+    rows = [judged(json.loads(path.read_text()), examine(path)) for path in files]
+    for name, folder in HEALTHY_REPLAYS.items():
+        if (path := project_path(folder) / "replay.json").is_file():
+            record = {"name": name, "fault": "none", "dtype": "float32", "drafter": folder}
+            rows.append(judged(record, json.loads(path.read_text())))
     faults, healthy = ([row for row in rows if (row["fault"] == "none") == none] for none in (False, True))
     order = list(broken.INJECTIONS)
     faults.sort(key=lambda row: order.index(row["fault"]))
