@@ -176,7 +176,7 @@ def row_of(case: Case, severity: str, target, served: list[offline.Answer] | str
 
 
 def main(wanted: list[str]) -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     started, folder = time.time(), target_folder()
     target, target_config = targets.load(folder), checkpoint.read_config(folder)
     base = checkpoint.load("drafters/smollm2-135m-eagle3", target_config["num_hidden_layers"]).drafter

@@ -16,6 +16,7 @@ from .errors import Eagle3Error
 from .process import end_group
 
 ENV = {
+    "OMP_NUM_THREADS": "1",  # a second thread spins away the time of any other process on its core
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -20,7 +20,7 @@ ALLOWED = 1
 
 @pytest.fixture(scope="module")
 def target():
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return targets.load(targets.resolve(targets.SMOLLM2))
 
 

@@ -38,7 +38,7 @@ CONFIG = DrafterConfig(
 def target(tmp_path_factory):
     """A dense DeepSeek-V3 of 6 layers, and its folder."""
     torch.manual_seed(3)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     config = DeepseekV3Config(
         **vars(SIZES),
         vocab_size=VOCAB,
