@@ -264,6 +264,7 @@ def _flag_traits(survey: Survey, config: DrafterConfig) -> dict:
         "tied": raw.get("tie_word_embeddings") is True and not speculators,
         "attention_bias": config.attention_bias,
         "qk_norm": config.qk_norm,
+        "qk_norm_with_bias": config.qk_norm and config.attention_bias,
         "speculators": speculators,
         "speculators_norm_output": speculators and config.norm_output,
         "speculators_fc_norm": speculators and config.fc_norm,
