@@ -108,18 +108,44 @@ def target():
     return targets.load(targets.resolve(TARGET), torch.float32)
 
 
+@functools.cache
+def everywhere(drafter: str, tokens: str, steps: int):
+    """Every hypothesis at every slot of some texts: greedy runs of all faults emit the same ones, and share this."""
+    from eagle3_lib import checkpoint, faults, replay
+
+    setups = faults.hypotheses(
+        checkpoint.load_for(drafter, TARGET, target()), faults.TargetParts.of(target()), names=None
+    )
+    features, texts = faults.lay(target(), setups, json.loads(tokens))
+    slots = replay.all_slots(texts)
+    counts = {name: replay.counts_at(s, texts, slots, steps) for name, s in setups.items() if not s.stale}
+    return setups, features, texts, counts
+
+
 def examine(out: Path) -> dict:
     """The replay of one engine run under every hypothesis; kept beside the run."""
     kept = out.with_suffix(".replay.json")
     if not kept.is_file():
-        from eagle3_lib import checkpoint, faults
+        from eagle3_lib import faults, replay
 
         record = json.loads(out.read_text())
-        drafter = checkpoint.load_for(record["drafter"], TARGET, target())
-        requests = [request | {"accepted": request["per_step_accepted"]} for request in record["requests"]]
-        examined = faults.examine(target(), drafter, requests, record["num_speculative_tokens"])
+        steps, requests = record["num_speculative_tokens"], record["requests"]
+        rounds = [request["per_step_accepted"] for request in requests]
+        tokens = json.dumps([{key: request[key] for key in ("id", "prompt_ids", "output_ids")} for request in requests])
+        setups, features, texts, counts = everywhere(record["drafter"], tokens, steps)
+        starts = texts.prompt_lengths
+        slots = [replay.round_slots(some, start) for some, start in zip(rounds, starts, strict=True)]
+        at_rounds = {
+            name: [[c[s - p + 1] for s in some] for c, some, p in zip(by_request, slots, starts, strict=True)]
+            for name, by_request in counts.items()
+            if name != CORRECT
+        }
+        stale = {name: setup for name, setup in setups.items() if setup.stale}
+        at_rounds |= faults.replay_all(stale, texts, rounds, steps)
+        requests = [request | {"accepted": some} for request, some in zip(requests, rounds, strict=True)]
+        examined = faults.tell(target(), requests, features, counts[CORRECT], at_rounds, steps)
         name = Path(record["drafter"]).name
-        write_json(kept, {"drafter": name, "positions": record["num_speculative_tokens"], "requests": examined})
+        write_json(kept, {"drafter": name, "positions": steps, "requests": examined})
     return json.loads(kept.read_text())
 
 

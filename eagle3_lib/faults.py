@@ -670,12 +670,24 @@ def examine(
 
 @torch.no_grad()
 def _examine(target, setups: dict[str, Setup], requests: list[dict], steps: int) -> list[dict]:
-    texts = [request["prompt_ids"] + request["output_ids"] for request in requests]
-    features = list(capture(target, texts, setups[HEALTHY].drafter.config.boundaries, also=extra_streams(setups)))
-    laid = texts_of([(request["prompt_ids"], request["output_ids"]) for request in requests], features)
+    features, laid = lay(target, setups, requests)
     everywhere = counts_at(setups[HEALTHY], laid, all_slots(laid), steps)
     faulty = {name: setup for name, setup in setups.items() if name != HEALTHY}
     counts = replay_all(faulty, laid, [request["accepted"] for request in requests], steps)
+    return tell(target, requests, features, everywhere, counts, steps)
+
+
+def lay(target, setups: dict[str, Setup], requests: list[dict]) -> tuple[list[Features], Texts]:
+    """One forward pass of the target over the requests' texts, for all setups."""
+    texts = [request["prompt_ids"] + request["output_ids"] for request in requests]
+    boundaries = setups[HEALTHY].drafter.config.boundaries
+    features = list(capture(target, texts, boundaries, also=extra_streams(setups)))
+    return features, texts_of([(request["prompt_ids"], request["output_ids"]) for request in requests], features)
+
+
+@torch.no_grad()
+def tell(target, requests: list[dict], features: list[Features], everywhere, counts: dict, steps: int) -> list[dict]:
+    """The requests of replay.json, from a correct engine's counts at all slots and each fault's at the engine's rounds."""
     examined = []
     for index, (request, some) in enumerate(zip(requests, features, strict=True)):
         start = len(request["prompt_ids"])
