@@ -235,7 +235,7 @@ CATALOGUE: tuple[Fault, ...] = (
         f"serve {SHIM}, each + 1",
         "write boundaries into the top level (vLLM), layer ids = boundary - 1 into eagle_config (SGLang)",
         boundaries(lambda b, _: (k - 1 for k in b)),
-        ("vllm#43671", "speculators#684", "TorchSpec#87", "BaldEagle#18"),
+        ("vllm#43671", "TorchSpec#87", "BaldEagle#18"),
     ),
     Fault(
         "boundaries +1",
@@ -334,7 +334,7 @@ CATALOGUE: tuple[Fault, ...] = (
         "dump the features the engine hands over (stage 04) and compare their size",
         "capture before the norm",
         boundaries(lambda b, _: b, NORMED),
-        ("vllm#14464",),
+        (),
     ),
     Fault(
         "last feature after the final norm",
@@ -343,7 +343,7 @@ CATALOGUE: tuple[Fault, ...] = (
         "dump the features the engine hands over (stage 04) and compare their size",
         "capture before the norm",
         last_normed,
-        ("TorchSpec#87",),
+        (),
     ),
     Fault(
         "residual missing",
