@@ -57,13 +57,13 @@ def drawn(counts: np.ndarray, rounds: int, random: np.random.Generator) -> np.nd
 def study(own: dict[str, list[list[int]]]) -> list[dict]:
     random = np.random.default_rng(0)
     engine = {name: acceptance.request_counts(rounds[::2], POSITIONS) for name, rounds in own.items()}
-    known = {name: rounds[1::2] for name, rounds in own.items()}
+    known = diagnose.pooled_curves({name: rounds[1::2] for name, rounds in own.items()}, POSITIONS)
     table = []
     for name, counts in engine.items():
         row = {"fault": name, "mean_length": round(float(acceptance.mean_length(counts)), 3)}
         rejected = {}
         for rounds in ROUNDS:
-            ranked = [diagnose.rank_pooled(drawn(counts, rounds, random), known, POSITIONS) for _ in range(DRAWS)]
+            ranked = [diagnose.rank_pooled(drawn(counts, rounds, random), known) for _ in range(DRAWS)]
             rejected[rounds] = {
                 other: float(
                     np.mean([next(r["p"] for r in some if r["hypothesis"] == other) < 0.01 for some in ranked])

@@ -272,7 +272,17 @@ def _padded(histogram: list[int], positions: int) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------ pooled counters
 
 
-def rank_pooled(engine: np.ndarray, own_rounds: dict[str, list[list[int]]], positions: int) -> list[dict]:
+def pooled_curves(own_rounds: dict[str, list[list[int]]], positions: int) -> dict[str, tuple]:
+    """For each hypothesis, from its rounds by request: number of rounds, curve [K], and the curve's covariance [K, K]."""
+    table = {}
+    for name, rounds in own_rounds.items():
+        counts = request_counts(rounds, positions)
+        draws = np.random.default_rng(0).integers(0, len(counts), (2000, len(counts)))
+        table[name] = counts[:, 0].sum(), curve(counts), np.atleast_2d(np.cov(curve(counts[draws]).T))
+    return table
+
+
+def rank_pooled(engine: np.ndarray, curves: dict[str, tuple]) -> list[dict]:
     """Hypotheses against pooled counters alone (Prometheus), as of other tokens than the replayed ones.
 
     The curves differ by the chance of both samples: the covariance of a hypothesis's curve comes from resampling its
@@ -280,20 +290,17 @@ def rank_pooled(engine: np.ndarray, own_rounds: dict[str, list[list[int]]], posi
 
     Args:
         engine: [1 + K] rounds, then accepted counts of each position.
-        own_rounds: for each hypothesis its rounds by request on the replayed tokens.
+        curves: :func:`pooled_curves` of every hypothesis.
     Returns:
         [{"hypothesis", "chi2", "p"}], best first; p small: the counters are not that hypothesis's.
     """
     engine = np.asarray(engine, float)
-    table = []
-    for name, rounds in own_rounds.items():
-        counts = request_counts(rounds, positions)
-        draws = np.random.default_rng(0).integers(0, len(counts), (2000, len(counts)))
-        covariance = np.atleast_2d(np.cov(curve(counts[draws]).T)) * (1 + counts[:, 0].sum() / engine[0])
-        floor = 1 / engine[0] ** 2  # one round: a position that the hypothesis never accepts still has some width
-        difference = engine[1:] / engine[0] - curve(counts)
-        chi2 = float(difference @ np.linalg.pinv(covariance + floor * np.eye(positions)) @ difference)
-        table.append({"hypothesis": name, "chi2": chi2, "p": float(stats.chi2.sf(chi2, positions))})
+    found, table = engine[1:] / engine[0], []
+    floor = np.eye(len(found)) / engine[0] ** 2  # one round: a position that is never accepted still has some width
+    for name, (rounds, expected, covariance) in curves.items():
+        difference = found - expected
+        chi2 = float(difference @ np.linalg.solve(covariance * (1 + rounds / engine[0]) + floor, difference))
+        table.append({"hypothesis": name, "chi2": chi2, "p": float(stats.chi2.sf(chi2, len(found)))})
     return sorted(table, key=lambda row: row["chi2"])
 
 

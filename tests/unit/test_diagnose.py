@@ -162,7 +162,7 @@ def test_pooled_counters_tell_a_fault_from_the_truth():
     random = np.random.default_rng(8)
     own = {CORRECT: rounds_of(random, 60, 0.5), "fault": rounds_of(random, 60, 0.3)}
     counters = acceptance.request_counts(rounds_of(random, 40, 0.3), POSITIONS).sum(0)
-    ranked = diagnose.rank_pooled(counters, own, POSITIONS)
+    ranked = diagnose.rank_pooled(counters, diagnose.pooled_curves(own, POSITIONS))
     assert [row["hypothesis"] for row in ranked] == ["fault", CORRECT]
     assert ranked[0]["p"] > 0.01 > ranked[1]["p"]
 
