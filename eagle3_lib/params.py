@@ -170,7 +170,10 @@ class TrainParams(Stage):
 
 
 class AuditParams(Stage):
-    """06: what an engine version will make of a checkpoint. ``engine_version``: "" is the installed one."""
+    """06: what an engine version will make of a checkpoint.
+
+    engine_version: "" is the installed one. allow_faults: go on with a checkpoint that the engine would serve wrongly.
+    """
 
     name: str = Field("base", pattern=NAME)
     out: str = "runs/{run}/audit/{name}"
@@ -180,6 +183,7 @@ class AuditParams(Stage):
     engine_version: str = ""
     num_speculative_tokens: int = Field(4, ge=1)
     max_model_len: int = Field(1024, ge=16)
+    allow_faults: bool = False
 
 
 class BenchmarkParams(Serving):
