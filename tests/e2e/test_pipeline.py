@@ -55,7 +55,7 @@ def run(tmp_path_factory):
     with log.open("w") as sink:
         for stage, sign in (("generate", "generate/server.log"), ("train", "notebooks/05_train_drafter.ipynb")):
             process = start(sink)
-            wait_for(lambda: (RUN / sign).exists() or process.poll() is not None, 400)
+            wait_for(lambda sign=sign, process=process: (RUN / sign).exists() or process.poll() is not None, 400)
             time.sleep(5)
             process.kill()
             process.wait()
@@ -100,7 +100,7 @@ def test_the_report_is_self_contained(run):
     assert len(list(REPORT.glob("*.html"))) == 14  # nine stages; audit and replay twice, benchmark four times
     fetched = re.findall(r"(?:src|href)=[\"'](https?:[^\"']+)", page)
     assert not [url for url in fetched if url.endswith((".js", ".css"))] and "<script src" not in page
-    assert page.count('role="img"') == 4
+    assert page.count('role="img"') == 6  # curves, lengths, hypotheses of two drafters, throughput, profile
     assert str(ROOT) not in page and 'aria-label="Line chart. base engine position 1' in page
 
 
