@@ -79,7 +79,7 @@ def engine(job: dict) -> None:
         max_model_len=MODEL_LENGTH,
         max_num_seqs=16,
         disable_log_stats=False,
-        per_request_spec_decode_metrics="detailed",
+        per_request_spec_decode_metrics="none" if job.get("plain") else "detailed",
         worker_extension_cls=broken.extension(job["fault"]),
         speculative_config=None if job.get("plain") else speculation,
     )

@@ -21,9 +21,13 @@ def recorded(target):
     texts = [prompt + output for prompt, output in requests]
     features = list(replay.capture(target, texts, drafter.config.boundaries, also=faults.extra_streams(setups)))
     laid, steps = faults.texts_of(requests, features), record["num_speculative_tokens"]
+    few = slice(1, 6)  # enough requests for a verdict
+    correct_counts = replay.counts_at(setups[faults.HEALTHY], laid, replay.all_slots(laid), steps)
     return SimpleNamespace(
         record=record,
-        correct_counts=replay.counts_at(setups[faults.HEALTHY], laid, replay.all_slots(laid), steps),
+        few=faults.texts_of(requests[few], features[few]),
+        correct_counts=correct_counts,
+        few_correct_counts=correct_counts[few],
         steps=steps,
         drafter=drafter,
         setups=setups,

@@ -49,7 +49,7 @@ def test_one_target_pass_serves_all(recorded):
 
 def engine_with(fault: str, recorded) -> dict:
     """What the replay stage would write of an engine with ``fault``, its rounds being the hypothesis's own."""
-    texts, steps = recorded.texts, recorded.steps
+    texts, steps = recorded.few, recorded.steps
     names = (
         "boundaries -1",
         "boundaries +1",
@@ -64,7 +64,7 @@ def engine_with(fault: str, recorded) -> dict:
     counts = faults.replay_all(setups, texts, rounds, steps)
     examined = []
     for index, (text, start) in enumerate(zip(texts.texts, texts.prompt_lengths, strict=True)):
-        accepted = [0] * (start - 1) + recorded.correct_counts[index]
+        accepted = [0] * (start - 1) + recorded.few_correct_counts[index]
         examined.append(
             {
                 "id": str(index),
@@ -101,10 +101,10 @@ def test_a_healthy_engine_is_healthy(recorded):
 
 
 def test_histograms_are_enough(recorded):
-    texts, steps = recorded.texts, recorded.steps
+    texts, steps = recorded.few, recorded.steps
     names = (faults.HEALTHY, "boundaries -1", "boundaries +1", "norm_output flipped")
     own = faults.replay_all({name: recorded.setups[name] for name in names}, texts, None, steps)
-    assert own[faults.HEALTHY] == replay.own_rounds(recorded.correct_counts, texts)
+    assert own[faults.HEALTHY] == replay.own_rounds(recorded.few_correct_counts, texts)
     requests = [
         {
             "histogram": torch.bincount(torch.tensor(own["boundaries +1"][index])).tolist(),
