@@ -147,9 +147,16 @@ def emission(
         "recovered_expected": torch.where(has_draft, rest_entropy, nan),
         "recovered_variance": torch.where(has_draft, rest_variance, nan),
         "drafter_surprisal": of_drafter,
-        "by_temperature": torch.stack([-_pick(distribution(logits, t, top_p, top_k), ids) for t in TEMPERATURES], -1),
+        "by_temperature": torch.stack([_surprisal(logits, ids, t, top_p, top_k) for t in TEMPERATURES], -1),
     }
     return Emission(role=np.array(role), **{name: value.cpu().numpy() for name, value in values.items()})
+
+
+def _surprisal(logits: Tensor, ids: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
+    if top_k or top_p < 1:
+        return -_pick(distribution(logits, temperature, top_p, top_k), ids)
+    scaled = logits / temperature
+    return (scaled.logsumexp(-1) - _pick(scaled, ids)).double()
 
 
 def _pick(logp: Tensor, ids: Tensor) -> Tensor:
