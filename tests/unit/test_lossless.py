@@ -69,8 +69,8 @@ def test_broken_verifiers_are_named_within_2000_tokens(verifier, named):
 
 
 def test_correct_verifier_passes():
-    judged = [simulate("correct", 600, seed) for seed in range(20)]
-    assert [result["fault"] for result in judged] == [None] * 20
+    judged = [simulate("correct", 600, seed) for seed in range(40)]
+    assert [result["fault"] for result in judged] == [None] * 40
     z = np.array([result["tests"]["emitted"]["z"] for result in judged])
     assert abs(z.mean()) < 0.5 and 0.7 < z.std() < 1.3  # standard normal
 
