@@ -199,10 +199,10 @@ class BenchmarkParams(Serving):
     data: str = "runs/{run}/generate"
     num_speculative_tokens: int = Field(4, ge=1)
     max_tokens: int = Field(96, ge=2)
-    concurrency: int = Field(8, ge=1)
+    concurrency: int = Field(32, ge=1)
     timed_concurrency: list[int] = Field([1], min_length=1)
     timed_prompts: int = Field(4, ge=2)
-    timed_tokens: int = Field(32, ge=2)
+    timed_tokens: int = Field(24, ge=2)
     repeats: int = Field(3, ge=3)
 
     @field_validator("timed_concurrency")

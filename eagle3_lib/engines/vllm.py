@@ -19,7 +19,14 @@ from .base import Server, complete, find_distribution, interpreter, launch, pick
 # The default entry point, `vllm serve`, asks for a distribution named vllm, which the CPU build is not. Started by -c,
 # not -m: children that Python spawns would otherwise import the whole API server once more each.
 ENTRY = "import runpy; runpy.run_module('vllm.entrypoints.openai.api_server', run_name='__main__')"
-CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# On a CPU the worker runs inside the engine's process: as a process of its own it waits beside an engine core that spins
+# on another core, and starts a third interpreter (0.32 platforms/cpu.py allows "uni" only with this variable at 0).
+CPU_ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+CPU_ARGUMENTS = ("--distributed-executor-backend", "uni")
 NGRAM_LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 DETAILED_METRICS_SINCE = (0, 32)
 
@@ -94,6 +101,8 @@ def serve(
     port = pick_port(params.port)
     command = [interpreter(params.engine_python), "-c", ENTRY]
     command += arguments(params, folder, version, port, speculative, profile_dir)
+    if build == "cpu" and not {"-tp", "--tensor-parallel-size"} & set(params.engine_args):
+        command += CPU_ARGUMENTS
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"} | (CPU_ENV if build == "cpu" else {})
     tells_rounds = speculative is not None and version_tuple(version) >= DETAILED_METRICS_SINCE
     server = Server(f"http://127.0.0.1:{port}", "target", "vllm", version, tells_rounds=tells_rounds)
