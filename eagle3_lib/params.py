@@ -132,9 +132,9 @@ class GenerateParams(Serving):
     prompts: str = "params/prompts/python_functions.jsonl"
     servers: list[str] = []
     held_out_share: float = Field(0.25, gt=0, lt=1)
-    max_tokens: int = Field(96, ge=1)
+    max_tokens: int = Field(80, ge=1)
     temperature: float = Field(0.0, ge=0)
-    concurrency: int = Field(32, ge=1)
+    concurrency: int = Field(64, ge=1)
     seed: int = 0
 
 
@@ -198,11 +198,11 @@ class BenchmarkParams(Serving):
     drafter: str = ""
     data: str = "runs/{run}/generate"
     num_speculative_tokens: int = Field(4, ge=1)
-    max_tokens: int = Field(96, ge=2)
+    max_tokens: int = Field(64, ge=2)
     concurrency: int = Field(32, ge=1)
     timed_concurrency: list[int] = Field([1], min_length=1)
     timed_prompts: int = Field(4, ge=2)
-    timed_tokens: int = Field(24, ge=2)
+    timed_tokens: int = Field(16, ge=2)
     repeats: int = Field(3, ge=3)
 
     @field_validator("timed_concurrency")
