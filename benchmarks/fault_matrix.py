@@ -200,7 +200,7 @@ def write_matrix() -> dict:
         "versions": versions(),
         "target": TARGET,
         "positions": POSITIONS,
-        "faults": faults,
+        "rows": faults,
         "healthy": healthy,
         "first_or_tied": sum(row["rank_of_true"] == 1 for row in faults),
         "healthy_false_alarms": sum(row["verdict"] not in ("healthy", "weak drafter") for row in healthy),
@@ -216,7 +216,7 @@ def table(result: dict) -> str:
         "| fault in the engine | rounds | mean length | reproduced by it | by a correct engine | by the next | told from all but |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in result["faults"]:
+    for row in result["rows"]:
         lines.append(
             f"| {row['fault']} | {row['rounds']} | {row['mean_length']:.2f} | {row['agreement_true']:.1%} | "
             f"{row['agreement_correct_engine']:.1%} | {row['agreement_runner_up']:.1%} ({row['runner_up']}) | "
