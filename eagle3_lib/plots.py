@@ -120,7 +120,13 @@ def mean_lengths(replays: dict[str, dict]) -> Figure:
                 capsize=3,
                 fillstyle=fill,
             )
-            axes.annotate(f" {interval['value']:.2f}", (interval["high"], index + shift), va="center")
+            axes.annotate(
+                f"{interval['value']:.2f}",
+                (interval["high"], index + shift),
+                (5, 0),
+                textcoords="offset points",
+                va="center",
+            )
     axes.set(
         yticks=range(len(replays)),
         yticklabels=list(replays),
@@ -144,7 +150,9 @@ def throughput(speeds: dict[str, dict]) -> Figure:
             capsize=3,
             linestyle="none",
         )
-        axes.annotate(f" {interval['value']:.2f}x", (interval["high"], index), va="center")
+        axes.annotate(
+            f"{interval['value']:.2f}x", (interval["high"], index), (5, 0), textcoords="offset points", va="center"
+        )
     axes.axvline(1, color=PAGE_TEXT, linewidth=1, linestyle=":")
     axes.set(
         yticks=range(len(speeds)),
