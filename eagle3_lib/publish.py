@@ -70,7 +70,11 @@ def page(path: Path, stem: str, pages: dict[str, str], report: dict) -> str:
             "style": (TEMPLATES / "style.css").read_text(),
             "links": [{"href": "../index.html", "text": "All runs", "here": False}]
             + [
-                {"href": href, "text": "Report" if s == REPORT else s.replace("_", " ").replace(".", " · "), "here": s == stem}
+                {
+                    "href": href,
+                    "text": "Report" if s == REPORT else s.replace("_", " ").replace(".", " · "),
+                    "here": s == stem,
+                }
                 for s, href in _report_first(pages)
             ],
             "finding": report["finding"] if stem == REPORT else "",
