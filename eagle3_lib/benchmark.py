@@ -111,7 +111,7 @@ def summarise(result: dict) -> dict:
         "first_token_s": round(float(np.median([row["first_token_s"] for row in alone])), 4),
         "time_per_output_token_s": round(float(np.median(after_first)), 5),
     }
-    if result["positions"]:
+    if result["positions"] and any(r["accepted"] for r in result["requests"]):
         summary["acceptance"] = acceptance.summary([r["accepted"] for r in result["requests"]], result["positions"])
     return summary
 
@@ -149,7 +149,7 @@ def _measure_acceptance(server: engines.Server, prompts: list[Answer], params: B
     def one(prompt: Answer) -> dict:
         answer = engines.complete(server, prompt.prompt_ids, params.max_tokens)
         if params.mode != "plain" and answer.accepted is None:
-            answer.accepted = answer.rounds_from_chunks()
+            answer.accepted = [] if server.tells_rounds else answer.rounds_from_chunks()
             answer.drafted = [params.num_speculative_tokens] * len(answer.accepted)
         return {"id": prompt.id, **asdict(answer)}
 

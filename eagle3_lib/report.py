@@ -57,7 +57,7 @@ def _engine(folder: Path, engine: str, drafters: list[str]) -> dict:
             name: {key: replay[key] for key in ("positions", "engine_acceptance", "replay_acceptance", "agreement")}
             for name, replay in replays.items()
         },
-        "ngram_acceptance": runs["ngram"]["summary"]["acceptance"],
+        "ngram_acceptance": runs["ngram"]["summary"].get("acceptance"),
         "evidence": {mode: {key: run[key] for key in ("evidence", "cross_check")} for mode, run in runs.items()},
         "throughput": {mode: run["summary"] | {"load_s": run["load_s"]} for mode, run in runs.items()},
         "speedup": {mode: speedup(runs["plain"], run) for mode, run in runs.items() if mode != "plain"},

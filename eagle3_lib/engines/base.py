@@ -212,8 +212,9 @@ def complete(
                 result.add_chunk((choice.model_extra or {}).get("token_ids") or [], now)
                 result.finish_reason = choice.finish_reason or result.finish_reason
             rounds = ((reply.model_extra or {}).get("metrics") or {}).get("speculative_decoding")
-            if rounds:
-                result.accepted, result.drafted = rounds["per_step_accepted"], rounds["per_step_drafted"]
+            if rounds:  # vLLM leaves the lists out of an answer that had no round (n-gram found nothing)
+                result.accepted = rounds.get("per_step_accepted") or []
+                result.drafted = rounds.get("per_step_drafted") or []
     except (openai.APIError, httpx.HTTPError) as error:
         raise Eagle3Error(f"{server.engine} {server.version} failed a completion: {error}") from error
     if not result.output_ids:

@@ -53,6 +53,12 @@ def test_summary_of_a_mode():
     assert summary["acceptance"]["mean_length"]["value"] == 1.75
 
 
+def test_a_mode_that_never_drafted_has_no_acceptance():
+    waves = [{"concurrency": 1, "repeat": r, "tokens": 30, "wall_s": 5.0} for r in range(3)]
+    result = {"timed": timed(0.1), "waves": waves, "positions": 2, "requests": [{"accepted": []}, {"accepted": []}]}
+    assert "acceptance" not in benchmark.summarise(result)
+
+
 def test_rounds_are_checked_by_counters_and_histograms():
     requests = [{"accepted": [2, 0, 1], "histogram": [1, 1, 1]}, {"accepted": [0], "histogram": [0, 1]}]
     before, after = {"rounds": 3, "accepted": [1, 1]}, {"rounds": 7, "accepted": [3, 2]}
