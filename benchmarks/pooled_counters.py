@@ -15,7 +15,8 @@ import json
 import numpy as np
 import torch
 
-from eagle3_lib import acceptance, checkpoint, diagnose, faults, generate, replay, targets
+from eagle3_lib import acceptance, checkpoint, diagnose, faults, replay, targets
+from eagle3_lib.answers import read_answers
 from eagle3_lib.provenance import hardware, project_path, versions, write_json
 
 DATA, DRAFTER = "runs/quickstart/generate", "runs/quickstart/train/drafter"
@@ -28,7 +29,7 @@ def own_rounds() -> dict[str, list[list[int]]]:
     """For each hypothesis the rounds it would have made of each answer; kept, group by group."""
     path = project_path(KEPT)
     kept = json.loads(path.read_text()) if path.is_file() else {}
-    answers = generate.read_answers(DATA)
+    answers = read_answers(DATA)
     answers = sorted(answers, key=lambda answer: answer.split)[:REQUESTS]  # held_out first
     target = drafter = None
     for first in range(len(next(iter(kept.values()), [])), REQUESTS, GROUP):

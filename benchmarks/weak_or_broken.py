@@ -13,7 +13,8 @@ import sys
 
 from fault_matrix import POSITIONS, RUNS, TARGET, examine, run_engine
 
-from eagle3_lib import diagnose, generate, train
+from eagle3_lib import diagnose, train
+from eagle3_lib.answers import read_answers
 from eagle3_lib.params import TrainParams
 from eagle3_lib.provenance import hardware, project_path, versions, write_json
 
@@ -25,7 +26,7 @@ REQUESTS = 16
 
 def held_out() -> str:
     path = project_path(RUNS) / "held_out" / "prompts.json"
-    answers = [a for a in generate.read_answers("runs/quickstart/generate") if a.split == "held_out"][:REQUESTS]
+    answers = [a for a in read_answers("runs/quickstart/generate") if a.split == "held_out"][:REQUESTS]
     write_json(path, {"requests": [{"prompt_ids": answer.prompt_ids} for answer in answers]})
     return str(path)
 

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 RESAMPLES = 2000
 
@@ -66,7 +66,7 @@ def bootstrap(statistic: Callable[..., np.ndarray], *samples: np.ndarray, seed: 
     resampled = statistic(*(np.asarray(sample)[draws] for sample in samples))
     tail = (1 - level) / 2
     if requests > 1:
-        tail = stats.norm.sf(np.sqrt(requests / (requests - 1)) * stats.t.isf(tail, requests - 1))
+        tail = special.ndtr(np.sqrt(requests / (requests - 1)) * special.stdtrit(requests - 1, tail))
     low, high = np.nanquantile(resampled, [tail, 1 - tail], axis=0)
     value = statistic(*(np.asarray(sample)[None] for sample in samples))[0]
     return {"value": _plain(value), "low": _plain(low), "high": _plain(high), "n": requests}

@@ -5,7 +5,6 @@ of each request, else one at a time, so that a streamed chunk is a round. Time: 
 in several repeats after a warm-up; their tokens are checked against the first part's.
 """
 
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -15,8 +14,9 @@ import numpy as np
 from tqdm import tqdm
 
 from . import acceptance, checkpoint, engines, targets
+from .answers import Answer, read_answers
 from .errors import Eagle3Error
-from .generate import Answer, read_answers
+from .measured import throughput
 from .params import BenchmarkParams
 from .provenance import project_path, stage, write_json
 
@@ -27,7 +27,7 @@ def run(params: BenchmarkParams) -> dict:
     """Measure one mode and write benchmark.json.
 
     Returns:
-        {"schema", "engine", "version", "mode", "load_s", "positions", "evidence": "told" or "chunks", "cross_check",
+        {"schema", "engine", "version", "mode", "target", "load_s", "positions", "evidence": "told" or "chunks", "cross_check",
         "requests": [{"id", "prompt_ids", "output_ids", "accepted", "drafted", ...}], "timed": [{"concurrency", "repeat",
         "id", "tokens", "seconds", "first_token_s"}], "waves": [{"concurrency", "repeat", "tokens", "wall_s"}], "summary"}.
         ``steps`` of a timed request are its decode steps after prefill, rounds where the engine speculates.
@@ -57,6 +57,7 @@ def run(params: BenchmarkParams) -> dict:
             "engine": server.engine,
             "version": server.version,
             "mode": params.mode,
+            "target": params.target,
             "load_s": server.load_s,
             "positions": 0 if params.mode == "plain" else params.num_speculative_tokens,
             "evidence": "told" if server.tells_rounds else "chunks",
@@ -70,25 +71,6 @@ def run(params: BenchmarkParams) -> dict:
         write_json(out / "benchmark.json", result)
         notes |= {"load_s": server.load_s, **result["summary"]}
     return result
-
-
-def read(folder: str | Path) -> dict:
-    """A benchmark.json that :func:`run` wrote."""
-    path = project_path(folder) / "benchmark.json"
-    if not path.is_file():
-        raise Eagle3Error(f"{path}: no such file; run stage benchmark first")
-    return json.loads(path.read_text())
-
-
-def throughput(timed: list[dict]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and seconds [prompts] at one request at a time, summed over repeats, in the order of the prompts' ids."""
-    timed = [row for row in timed if row["concurrency"] == 1]
-    ids = sorted({row["id"] for row in timed})
-    total = {i: [0.0, 0.0] for i in ids}
-    for row in timed:
-        total[row["id"]][0] += row["tokens"]
-        total[row["id"]][1] += row["seconds"]
-    return np.array([total[i][0] for i in ids]), np.array([total[i][1] for i in ids])
 
 
 def summarise(result: dict) -> dict:

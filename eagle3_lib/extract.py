@@ -7,9 +7,9 @@ import torch
 from tqdm import tqdm
 
 from . import checkpoint, targets
+from .answers import Answer, read_answers
 from .errors import Eagle3Error
 from .features import Sample, Store, Writer, bytes_per_token
-from .generate import Answer, read_answers
 from .params import ExtractParams
 from .provenance import folder_hash, project_path, sha256, short_path, stage
 from .replay import capture

@@ -10,7 +10,7 @@ import json
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
 
@@ -19,26 +19,13 @@ from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_ra
 from tqdm import tqdm
 
 from . import engines, targets
+from .answers import Answer, read_answers, read_lines
 from .errors import Eagle3Error
 from .params import GenerateParams
 from .provenance import project_path, short_path, stage, write_json, write_text
 
 TRIES = 6
 TRANSIENT = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One row of samples.jsonl."""
-
-    id: str
-    split: str
-    prompt: str
-    prompt_ids: list[int]
-    output_ids: list[int]
-    text: str
-    finish_reason: str
-    seconds: float
 
 
 def prompt_id(prompt: str) -> str:
@@ -50,41 +37,9 @@ def split_of(prompt: str, held_out_share: float) -> str:
     return "held_out" if int(prompt_id(prompt), 16) / 16**16 < held_out_share else "train"
 
 
-def read_lines(path: Path, fields: dict[str, type]) -> list[dict]:
-    """Rows of a JSON-lines file; each must be an object with ``fields`` of their types.
-
-    Raises:
-        Eagle3Error: naming the file, the line and what is wrong with it.
-    """
-    if not path.is_file():
-        raise Eagle3Error(f"{short_path(path)}: no such file")
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise Eagle3Error(f"{short_path(path)}, line {number}: not JSON ({error}): found {line[:60]!r}") from error
-        for name, kind in fields.items():
-            if not isinstance(row, dict) or not isinstance(row.get(name), kind):
-                found = type(row.get(name)).__name__ if isinstance(row, dict) else type(row).__name__
-                raise Eagle3Error(
-                    f"{short_path(path)}, line {number}: field {name}: found {found}, expected {kind.__name__}"
-                )
-        rows.append(row)
-    return rows
-
-
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a JSON-lines file, each once, in the file's order."""
     return list(dict.fromkeys(row["prompt"] for row in read_lines(path, {"prompt": str})))
-
-
-def read_answers(folder: str | Path) -> list[Answer]:
-    """The samples that stage 03 wrote, in the order of the prompts."""
-    fields = {name: str if kind is str else kind for name, kind in Answer.__annotations__.items()}
-    kinds = {name: list if "list" in str(kind) else kind for name, kind in fields.items()}
-    rows = read_lines(project_path(folder) / "samples.jsonl", kinds | {"seconds": float})
-    return [Answer(**{name: row[name] for name in fields}) for row in rows]
 
 
 @retry(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import acceptance, benchmark, checkpoint, targets
+from . import acceptance, checkpoint, measured, targets
 from .drafter import Drafter
 from .errors import Eagle3Error
 from .params import ReplayParams
@@ -424,30 +424,31 @@ def run(params: ReplayParams) -> dict:
     """Stage 08: replay one drafter on the tokens that the engine emitted, and lay its rounds beside the engine's.
 
     Returns:
-        {"drafter", "engine", "positions", "requests": as :func:`eagle3_lib.faults.examine`, "agreement": {"rounds",
+        {"drafter", "engine", "target", "positions", "requests": as :func:`eagle3_lib.faults.examine`, "agreement": {"rounds",
         "equal", "cut", "tokens_not_greedy"}, "engine_acceptance", "replay_acceptance"}. Also in replay.json.
     Raises:
         Eagle3Error: the benchmark is missing, or was of plain or n-gram decoding.
     """
     from . import faults  # which builds on this module
 
-    measured = benchmark.read(params.benchmark)
-    positions = measured["positions"]
-    if not positions or any(request["accepted"] is None for request in measured["requests"]):
+    bench = measured.read(params.benchmark)
+    positions = bench["positions"]
+    if not positions or any(request["accepted"] is None for request in bench["requests"]):
         raise Eagle3Error(
-            f"{params.benchmark}/benchmark.json: mode {measured['mode']!r} has no rounds; expected a drafter's run"
+            f"{params.benchmark}/benchmark.json: mode {bench['mode']!r} has no rounds; expected a drafter's run"
         )
     inputs = {"benchmark": project_path(params.benchmark) / "benchmark.json", "drafter": project_path(params.drafter)}
     with stage("replay", params, inputs) as notes:
         dtype = getattr(torch, params.dtype)
         target = targets.load(targets.resolve(params.target), dtype, params.device)
         drafter = checkpoint.load_for(params.drafter, params.target, target, dtype)
-        requests = faults.examine(target, drafter, measured["requests"], positions)
+        requests = faults.examine(target, drafter, bench["requests"], positions)
         rows = [row for request in requests for row in request["rows"]]
         unequal = [row for row in rows if row["engine"] != row["replay"]]
         result = {
             "drafter": params.name,
             "engine": params.engine,
+            "target": params.target,
             "positions": positions,
             "requests": requests,
             "agreement": {

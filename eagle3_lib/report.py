@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import acceptance, benchmark, diagnose
+from . import acceptance, diagnose, measured
 from .errors import Eagle3Error
 from .params import DiagnoseParams
 from .provenance import project_path, short_path, stage, write_json
@@ -49,8 +49,10 @@ def run(params: DiagnoseParams) -> dict:
 
 
 def _engine(folder: Path, engine: str, drafters: list[str]) -> dict:
-    runs = {mode: benchmark.read(folder / "benchmark" / engine / mode) for mode in ("plain", "ngram", *drafters)}
+    runs = {mode: measured.read(folder / "benchmark" / engine / mode) for mode in ("plain", "ngram", *drafters)}
     replays = {name: _read(folder / "replay" / engine / name / "replay.json") for name in drafters}
+    for name, replay in replays.items():
+        diagnose.check_same(runs[name], replay)
     result = {
         "version": runs["plain"]["version"],
         "drafters": {
@@ -116,7 +118,7 @@ def cost(plain: dict, other: dict, replay: dict) -> dict:
 
 def speedup(plain: dict, other: dict) -> dict:
     """Throughput of ``other`` over plain, one request at a time, paired by prompt."""
-    pairs = [benchmark.throughput(run["timed"]) for run in (plain, other)]
+    pairs = [measured.throughput(run["timed"]) for run in (plain, other)]
 
     def ratio(plain_tokens, plain_seconds, tokens, seconds):
         return (tokens.sum(-1) / seconds.sum(-1)) / (plain_tokens.sum(-1) / plain_seconds.sum(-1))

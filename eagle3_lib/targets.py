@@ -15,8 +15,8 @@ import zipfile
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from .errors import Eagle3Error
 from .provenance import project_path, sha256, short_path
@@ -57,17 +57,17 @@ def resolve(target: str) -> Path:
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"):
     """The target in evaluation mode, without gradients."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     return model.requires_grad_(False)
 
 
 def load_tokenizer(folder: Path):
-    return AutoTokenizer.from_pretrained(folder)
+    return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def load_config(folder: Path):
     """The text config of the target (multimodal targets keep theirs one level down)."""
-    return AutoConfig.from_pretrained(folder).get_text_config()
+    return transformers.AutoConfig.from_pretrained(folder).get_text_config()
 
 
 def embedding_and_head(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,13 +113,15 @@ def build_smollm2(folder: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as work:
         gguf = _download_gguf(Path(work))
         print(f"converting {gguf.name} to {short_path(folder)}")
-        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        quantised = transformers.AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         config = quantised.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # with it save_pretrained refuses, though the weights are float32 now
         config.rms_norm_eps = 1e-5
-        model = LlamaForCausalLM(config)
+        model = transformers.LlamaForCausalLM(config)
         model.load_state_dict(quantised.state_dict())
         model.generation_config.update(bos_token_id=1, eos_token_id=2, pad_token_id=2)
         question, expected = SMOLLM2_CHECK

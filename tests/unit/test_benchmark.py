@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from eagle3_lib import benchmark, checkpoint, engines, replay, report
+from eagle3_lib import benchmark, checkpoint, engines, measured, replay, report
 from eagle3_lib.drafter import Drafter, DrafterConfig
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import BenchmarkParams, ReplayParams
@@ -27,7 +27,7 @@ def timed(seconds_per_token, tokens=(10, 20), repeats=3):
 
 
 def test_throughput_sums_repeats_by_prompt():
-    tokens, seconds = benchmark.throughput(timed(0.1))
+    tokens, seconds = measured.throughput(timed(0.1))
     assert tokens.tolist() == [30, 60]
     assert seconds.tolist() == pytest.approx([3.0, 12.0])
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from eagle3_lib import generate
+from eagle3_lib.answers import Answer, read_answers
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import GenerateParams
 
@@ -44,7 +45,7 @@ def test_the_quickstart_prompts_split_by_hash_and_never_overlap():
 def test_a_corrupted_line_is_named(tmp_path, line, words):
     write(tmp_path, [row(PROMPTS[0])], f"\n{line}\n")
     with pytest.raises(Eagle3Error) as error:
-        generate.read_answers(tmp_path)
+        read_answers(tmp_path)
     assert all(word in str(error.value) for word in ["samples.jsonl", *words])
 
 
@@ -60,7 +61,7 @@ def test_a_killed_run_asks_only_what_is_missing(tmp_path, monkeypatch):
 
     def ask_all(servers, prompts, params):
         asked.extend(prompts)
-        return (generate.Answer(**row(prompt)) for prompt in prompts)
+        return (Answer(**row(prompt)) for prompt in prompts)
 
     monkeypatch.setattr(generate, "_ask_all", ask_all)
     monkeypatch.setattr(generate, "_servers", lambda params, out: __import__("contextlib").nullcontext([None]))
@@ -77,9 +78,7 @@ def test_a_killed_run_asks_only_what_is_missing(tmp_path, monkeypatch):
 
 
 def test_samples_of_other_settings_are_moved_aside(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        generate, "_ask_all", lambda servers, prompts, params: (generate.Answer(**row(p)) for p in prompts)
-    )
+    monkeypatch.setattr(generate, "_ask_all", lambda servers, prompts, params: (Answer(**row(p)) for p in prompts))
     monkeypatch.setattr(generate, "_servers", lambda params, out: __import__("contextlib").nullcontext([None]))
     generate.run(GenerateParams(out=str(tmp_path / "out")))
     generate.run(GenerateParams(out=str(tmp_path / "out"), max_tokens=50))
