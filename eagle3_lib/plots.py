@@ -1,24 +1,31 @@
 """Figures: each a function from result data to a matplotlib figure, and :func:`show`, which puts one on a page.
 
-Engine and replay, drafters and modes differ by marker and line style besides colour; n and intervals stand on each.
+Engine and replay, drafters and modes differ by marker and line style besides colour; n and intervals stand on each. An
+interval is {"value", "low", "high", "n"}. Figures are as wide as a phone, so that their text is readable there.
 """
 
 import csv
 import html
 import io
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
+import pandas as pd
 
 matplotlib.use("Agg", force=False)
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 plt.style.use(Path(__file__).with_name("eagle3.mplstyle"))
 PAGE_TEXT = "#010203"
+WIDTH = 4.8  # inches
 MARKERS = "osD^vP"
+LINES = ("-", "--", ":", "-.")
 ENGINE, REPLAY = {"linestyle": "-", "fillstyle": "full"}, {"linestyle": "--", "fillstyle": "none"}
+LOOKS = {"engine": ENGINE, "replay": REPLAY}
 
 
 @dataclass(frozen=True)
@@ -32,10 +39,9 @@ class Shown:
 
     def _repr_html_(self) -> str:
         links = " · ".join(f'<a href="{html.escape(href)}">{text}</a>' for text, href in self.links)
-        return (
-            f'<figure class="eagle3" role="group"><div role="img" aria-label="{html.escape(self.alt)}">{self.svg}</div>'
-            f"<figcaption>{html.escape(self.caption)} {links}</figcaption></figure>"
-        )
+        image = f'<div role="img" aria-label="{html.escape(self.alt)}">{self.svg}</div>' if self.svg else ""
+        caption = f"<figcaption>{html.escape(self.caption)} {links}</figcaption>"
+        return f'<figure class="eagle3">{image}{caption}</figure>'
 
 
 def show(figure: Figure, caption: str, alt: str, save: Path | None = None, rows: list[dict] | None = None) -> Shown:
@@ -64,102 +70,138 @@ def show(figure: Figure, caption: str, alt: str, save: Path | None = None, rows:
     return Shown(svg, caption, alt, tuple(links))
 
 
-def _errors(interval: dict) -> list[list[float]]:
-    """Distances from value to low and high, as matplotlib's error bars want them."""
-    values, lows, highs = (_list(interval[key]) for key in ("value", "low", "high"))
-    below = [max(0.0, value - low) for value, low in zip(values, lows, strict=True)]
-    above = [max(0.0, high - value) for value, high in zip(values, highs, strict=True)]
-    return [below, above]
+# ----------------------------------------------------------------------------------------------------------- acceptance
 
 
-def _list(value) -> list[float]:
-    return value if isinstance(value, list) else [value]
-
-
-def acceptance_curves(replays: dict[str, dict]) -> Figure:
-    """Rate of acceptance at each draft position, engine against replay, one colour a drafter.
+def acceptance_curves(rows: list[dict]) -> Figure:
+    """Rate of acceptance at each draft position, above of all rounds, below of those that reached it.
 
     Args:
-        replays: drafter name -> replay.json of stage 08.
+        rows: of :func:`eagle3_lib.report.curve_rows`; one colour a drafter, engine full, replay dashed and open.
     """
-    figure, axes = plt.subplots()
-    for index, (name, replay) in enumerate(replays.items()):
-        positions = range(1, replay["positions"] + 1)
-        for who, key, look, shift in (
-            ("engine", "engine_acceptance", ENGINE, -0.03),
-            ("replay", "replay_acceptance", REPLAY, 0.03),
-        ):
-            rates = replay[key]["curve"]
-            axes.errorbar(
-                [p + shift for p in positions],
-                rates["value"],
-                yerr=_errors(rates),
-                color=f"C{index}",
-                marker=MARKERS[index],
-                capsize=2,
-                label=f"{name}, {who} (n = {replay[key]['rounds']} rounds)",
-                **look,
-            )
-    axes.set(xlabel="draft position", ylabel="rounds in which it was accepted", ylim=(0, 1), xticks=list(positions))
-    axes.legend()
-    return figure
-
-
-def mean_lengths(replays: dict[str, dict]) -> Figure:
-    """Mean acceptance length of each drafter, engine beside replay."""
-    figure, axes = plt.subplots(figsize=(6.4, 0.9 + 0.75 * len(replays)))
-    for index, (_name, replay) in enumerate(replays.items()):
-        for key, shift, fill in (("engine_acceptance", -0.13, "full"), ("replay_acceptance", 0.13, "none")):
-            interval = replay[key]["mean_length"]
-            axes.errorbar(
-                [interval["value"]],
-                [index + shift],
-                xerr=_errors(interval),
-                marker=MARKERS[index],
-                color=f"C{index}",
-                capsize=3,
-                fillstyle=fill,
-            )
-            axes.annotate(
-                f"{interval['value']:.2f}",
-                (interval["high"], index + shift),
-                (5, 0),
-                textcoords="offset points",
-                va="center",
-            )
-    axes.set(
-        yticks=range(len(replays)),
-        yticklabels=list(replays),
-        xlabel="mean acceptance length (filled: engine, open: replay)",
+    figure, (cumulative, conditional) = plt.subplots(2, figsize=(WIDTH, 5.6), sharex=True)
+    drafters = list(dict.fromkeys(row["drafter"] for row in rows))
+    for index, drafter in enumerate(drafters):
+        for who, shift in (("engine", -0.05), ("replay", 0.05)):
+            points = [row for row in rows if (row["drafter"], row["who"]) == (drafter, who)]
+            label = f"{drafter}, {who} (n = {points[0]['rounds']})"
+            _line(cumulative, index, shift, points, ("rate", "low", "high"), label=label, **LOOKS[who])
+            reached = [row for row in points if row["conditional low"] is not None]
+            keys = ("conditional", "conditional low", "conditional high")
+            _line(conditional, index, shift, reached, keys, **LOOKS[who])
+    positions = sorted({row["position"] for row in rows})
+    cumulative.set(ylabel="accepted, of\nall n rounds", ylim=(0, 1))
+    conditional.set(
+        ylabel="accepted, of those\nthat reached it", xlabel="draft position", ylim=(0, 1), xticks=positions
     )
-    axes.set_ylim(len(replays) - 0.5, -0.5)
-    axes.set_xlim(left=1)
+    figure.legend(loc="outside upper left", ncols=1 if len(drafters) == 1 else 2)
     return figure
+
+
+def _line(axes: Axes, index: int, shift: float, rows: list[dict], keys: tuple[str, str, str], **look) -> None:
+    """A line with error bars over the rows' positions, moved aside by ``shift`` so that two lines stay apart."""
+    value, low, high = ([row[key] for row in rows] for key in keys)
+    axes.errorbar(
+        [row["position"] + shift for row in rows],
+        value,
+        yerr=_errors({"value": value, "low": low, "high": high}),
+        color=f"C{index}",
+        marker=MARKERS[index % len(MARKERS)],
+        **look,
+    )
+
+
+def acceptance(rows: list[dict]) -> Figure:
+    """Mean acceptance length and acceptance rate of each drafter in each engine, engine beside replay.
+
+    Args:
+        rows: [{"drafter", "who": "engine" or "replay", "length", "rate"}], the last two intervals.
+    """
+    names = list(dict.fromkeys(row["drafter"] for row in rows))
+    figure, panels = plt.subplots(2, figsize=(WIDTH, 1.6 + 0.9 * len(names)))
+    for axes, key, words in zip(panels, ("length", "rate"), ("{:.2f}", "{:.1%}"), strict=True):
+        for row in rows:
+            index = names.index(row["drafter"])
+            place = index + (-0.17 if row["who"] == "engine" else 0.17)
+            _dot(axes, index, place, row[key], words, fillstyle=LOOKS[row["who"]]["fillstyle"])
+        _name_rows(axes, names)
+    n = rows[0]["length"]["n"]
+    panels[0].set(xlabel="mean acceptance length (tokens a round)")
+    panels[0].set_xlim(left=1)
+    panels[1].set(xlabel=f"acceptance rate\n(filled: engine, open: replay; n = {n} requests)")
+    panels[1].set_xlim(left=0)
+    return figure
+
+
+def agreement(ranking: list[dict], most: int = 8) -> Figure:
+    """Share of the engine's rounds that each hypothesis reproduces, the best first."""
+    rows = ranking[:most]
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.33 * len(rows)))
+    for place, row in enumerate(rows):
+        _dot(axes, 0, place, row, "{:.1%}")
+    _name_rows(axes, [row["hypothesis"] for row in rows])
+    axes.set(xlim=(0, 1.2), xticks=[0, 0.25, 0.5, 0.75, 1], xlabel="share of the engine's rounds reproduced")
+    return figure
+
+
+def round_strip(request: dict, rounds: int = 40) -> Figure:
+    """The first rounds of one request: accepted tokens by the engine (bars) and by the replay (marks)."""
+    rows = request["rows"][:rounds]
+    figure, axes = plt.subplots(figsize=(WIDTH, 2.4))
+    axes.bar(range(len(rows)), [row["engine"] for row in rows], color="C0", label="engine")
+    axes.plot(range(len(rows)), [row["replay"] for row in rows], "o", color="C1", fillstyle="none", label="replay")
+    axes.set(xlabel="round", ylabel="accepted", yticks=range(1 + max(max(r["engine"], r["replay"]) for r in rows)))
+    figure.legend(loc="outside upper left", ncols=2)
+    return figure
+
+
+def rounds_over_text(request: dict, words: list[str], rounds: int = 14) -> Figure:
+    """The first rounds of one request as rows of the tokens that each emitted.
+
+    A round emits its accepted drafts (filled) and one token of the target's own (open); the bar stands where the
+    replay's accepted drafts end.
+
+    Args:
+        request: of replay.json.
+        words: the emitted tokens as text; the first is prefill's, before any round.
+    """
+    rows, at = request["rows"][:rounds], 1
+    longest = 1 + max(max(row["engine"], row["replay"]) for row in rows)
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.8 + 0.26 * len(rows)))
+    for place, row in enumerate(rows):
+        for column, word in enumerate(words[at : at + row["engine"] + 1]):
+            drafted = column < row["engine"]
+            look = {"facecolor": "C0", "alpha": 0.35} if drafted else {"facecolor": "none"}
+            axes.barh(place, 0.96, left=column + 0.02, height=0.86, edgecolor="C4", **look)
+            axes.text(column + 0.5, place, _short(word), ha="center", va="center", fontsize=9, family="monospace")
+        axes.plot([row["replay"]] * 2, [place - 0.48, place + 0.48], color="C1", linewidth=3)
+        at += row["engine"] + 1
+    axes.set(xlim=(-0.05, longest + 0.05), ylim=(len(rows) - 0.5, -0.5), ylabel="round", yticks=range(len(rows)))
+    axes.set_yticks(range(len(rows)), range(1, len(rows) + 1))
+    axes.set_xticks(range(longest + 1))
+    axes.set_xlabel("tokens emitted (filled: accepted draft)")
+    axes.grid(False)
+    return figure
+
+
+def _short(word: str, most: int = 9) -> str:
+    """A token as it fits into a cell: line ends and blanks visible."""
+    shown = word.replace("\n", "↵").replace(" ", "␣")
+    return shown if len(shown) <= most else shown[: most - 1] + "…"
+
+
+# ----------------------------------------------------------------------------------------------------------------- time
 
 
 def throughput(speeds: dict[str, dict]) -> Figure:
     """Throughput over plain decoding, one request at a time; ``speeds``: mode -> interval of the paired ratio."""
-    figure, axes = plt.subplots(figsize=(6.4, 0.9 + 0.5 * len(speeds)))
-    for index, (_mode, interval) in enumerate(speeds.items()):
-        axes.errorbar(
-            [interval["value"]],
-            [index],
-            xerr=_errors(interval),
-            marker=MARKERS[index],
-            color=f"C{index}",
-            capsize=3,
-            linestyle="none",
-        )
-        axes.annotate(
-            f"{interval['value']:.2f}x", (interval["high"], index), (5, 0), textcoords="offset points", va="center"
-        )
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.5 * len(speeds)))
+    for index, interval in enumerate(speeds.values()):
+        _dot(axes, index, index, interval, "{:.2f}x")
     axes.axvline(1, color=PAGE_TEXT, linewidth=1, linestyle=":")
-    axes.set(
-        yticks=range(len(speeds)),
-        yticklabels=list(speeds),
-        xlabel="throughput over plain decoding (dotted line: equal)",
-    )
-    axes.set_ylim(len(speeds) - 0.5, -0.5)
+    _name_rows(axes, speeds)
+    n = next(iter(speeds.values()))["n"]
+    axes.set(xlabel=f"throughput over plain (dotted: equal), n = {n} prompts")
     axes.set_xlim(left=0)
     return figure
 
@@ -174,86 +216,173 @@ def throughput_by_concurrency(speeds: dict[str, dict]) -> Figure:
             bars["value"],
             yerr=_errors(bars),
             color=f"C{index}",
-            marker=MARKERS[index],
-            capsize=2,
+            marker=MARKERS[index % len(MARKERS)],
+            linestyle=LINES[index % len(LINES)],
             label=mode,
         )
-    levels = [int(level) for level in next(iter(speeds.values()))]
+    ticks = [int(level) for level in next(iter(speeds.values()))]
     axes.axhline(1, color=PAGE_TEXT, linewidth=1, linestyle=":")
     axes.set(xlabel="requests at a time", ylabel="throughput over plain", xscale="log", ylim=(0, None))
-    axes.set_xticks(levels, [str(level) for level in levels])
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.legend()
+    figure.legend(loc="outside upper left", ncols=3)
     return figure
 
 
-def agreement(ranking: list[dict], most: int = 8) -> Figure:
-    """Share of the engine's rounds that each hypothesis reproduces, the best first."""
-    rows = ranking[:most]
-    figure, axes = plt.subplots(figsize=(6.4, 0.9 + 0.33 * len(rows)))
-    bars = {key: [row[key] for row in rows] for key in ("value", "low", "high")}
-    axes.errorbar(bars["value"], range(len(rows)), xerr=_errors(bars), linestyle="none", marker="o", capsize=2)
-    axes.set(yticks=range(len(rows)), yticklabels=[row["hypothesis"] for row in rows], xlim=(0, 1.02))
-    axes.set_xlabel("share of the engine's rounds reproduced, 95 % interval by request")
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+def latency(latencies: dict[str, dict]) -> Figure:
+    """Time to the first token and time of each later one; ``latencies``: mode -> {"first_token_s", "later_token_s"}."""
+    figure, (first, later) = plt.subplots(2, figsize=(WIDTH, 1.8 + 0.75 * len(latencies)))
+    for index, of_mode in enumerate(latencies.values()):
+        for axes, key in ((first, "first_token_s"), (later, "later_token_s")):
+            _dot(axes, index, index, {name: 1000 * of_mode[key][name] for name in ("value", "low", "high")}, "{:.0f}")
+    for axes in (first, later):
+        _name_rows(axes, latencies)
+        axes.set_xlim(left=0)
+    n = next(iter(latencies.values()))["first_token_s"]["n"]
+    first.set(xlabel="time to the first token (ms)")
+    later.set(xlabel=f"time of each later token (ms), n = {n} prompts")
     return figure
+
+
+def step_times(steps: dict[str, dict]) -> Figure:
+    """Time of a plain step and of a round of each drafter; ``steps``: mode -> interval in seconds, "plain" among them.
+
+    A round is split at the time of a plain step: what is beyond it is drafting, and checking several tokens at once.
+    """
+    figure, axes = plt.subplots(figsize=(WIDTH, 1.3 + 0.45 * len(steps)))
+    plain = 1000 * steps["plain"]["value"]
+    for place, interval in enumerate(steps.values()):
+        value, low, high = (1000 * interval[key] for key in ("value", "low", "high"))
+        axes.barh(place, min(value, plain), height=0.6, color="C0", label="a plain step" if place == 0 else None)
+        if value > plain:
+            label = "drafting, and checking the drafts" if place == 1 else None
+            axes.barh(place, value - plain, left=plain, height=0.6, color="C1", hatch="//", label=label)
+        _dot(axes, None, place, {"value": value, "low": low, "high": high}, "{:.0f}", marker="none")
+    _name_rows(axes, steps)
+    axes.set(xlabel=f"time of one step or round (ms), n = {steps['plain']['n']} prompts")
+    figure.legend(loc="outside upper left", ncols=2)
+    return figure
+
+
+def profile(result: dict) -> Figure:
+    """Share of one decode's busy time by kind of operation."""
+    share = dict(sorted(result["share"].items(), key=lambda item: item[1]))
+    figure, axes = plt.subplots(figsize=(WIDTH, 3))
+    bars = axes.barh(list(share), [100 * value for value in share.values()], color="C0")
+    axes.bar_label(bars, [f"{100 * value:.1f} %" for value in share.values()], padding=3)
+    axes.set(xlabel=f"share of busy time (%), {result['tokens']} tokens, {result['device'].upper()}", xlim=(0, 118))
+    axes.set_xticks(range(0, 101, 25))
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------- data and training
 
 
 def training(log: list[dict], evaluations: list[dict]) -> Figure:
     """Loss, per-step accuracy, and the held-out mean acceptance length replayed after each epoch."""
-    figure, (losses, accuracies, lengths) = plt.subplots(1, 3, figsize=(9, 3))
+    figure, (losses, accuracies, lengths) = plt.subplots(3, figsize=(WIDTH, 6.6))
     if log:
         steps = [row["step"] for row in log]
         losses.plot(steps, _smooth([row["loss"] for row in log]))
         for k in range(len(log[0]["accuracy"])):
             curve = _smooth([row["accuracy"][k] for row in log])
-            accuracies.plot(steps, curve, linestyle=("-", "--", ":", "-.")[k % 4], label=f"step {k}")
+            accuracies.plot(steps, curve, linestyle=LINES[k % len(LINES)], label=f"step {k}")
         accuracies.legend()
     if evaluations:
         means = {key: [e["mean_length"][key] for e in evaluations] for key in ("value", "low", "high")}
-        lengths.errorbar([e["epoch"] for e in evaluations], means["value"], yerr=_errors(means), marker="o", capsize=2)
+        lengths.errorbar([e["epoch"] for e in evaluations], means["value"], yerr=_errors(means), marker="o")
         lengths.set_title(f"n = {evaluations[0]['requests']} held-out texts", fontsize=9)
         lengths.set_xticks([e["epoch"] for e in evaluations])
-    losses.set(xlabel="batch", ylabel="loss (mean of 10 batches)")
-    accuracies.set(xlabel="batch", ylabel="accuracy (mean of 10)", ylim=(0, 1))
-    lengths.set(xlabel="epoch", ylabel="replayed mean length")
-    return figure
-
-
-def _smooth(values: list[float], width: int = 10) -> list[float]:
-    return [
-        sum(values[max(0, i - width + 1) : i + 1]) / len(values[max(0, i - width + 1) : i + 1])
-        for i in range(len(values))
-    ]
-
-
-def profile(result: dict) -> Figure:
-    """Share of one decode's busy time by kind of operation."""
-    share = {kind: value for kind, value in sorted(result["share"].items(), key=lambda item: item[1])}
-    figure, axes = plt.subplots(figsize=(6.4, 3))
-    bars = axes.barh(list(share), [100 * value for value in share.values()], color="C0")
-    axes.bar_label(bars, [f"{100 * value:.1f} %" for value in share.values()], padding=3)
-    axes.set(xlabel=f"share of busy time (%), {result['tokens']} tokens on {result['device'].upper()}", xlim=(0, 100))
+    losses.set(ylabel="loss\n(mean of 10 batches)")
+    accuracies.set(xlabel="batch", ylabel="accuracy\n(mean of 10 batches)", ylim=(0, 1))
+    lengths.set(xlabel="epoch", ylabel="replayed\nmean length")
     return figure
 
 
 def token_lengths(answers) -> Figure:
-    """Histogram of answer lengths by split."""
-    figure, axes = plt.subplots(figsize=(6.4, 2.6))
+    """Histogram of answer lengths by split, and, where any answer has a thought, of the lengths of thoughts."""
+    thoughts = [end - start for start, end in (answer.reasoning_span for answer in answers if answer.reasoning_span)]
+    panels = 2 if thoughts else 1
+    figure, axes = plt.subplots(panels, figsize=(WIDTH, 0.4 + 2.2 * panels), squeeze=False)
     splits = sorted({answer.split for answer in answers})
     data = [[len(a.output_ids) for a in answers if a.split == split] for split in splits]
-    axes.hist(data, bins=12, label=[f"{split} (n = {len(d)})" for split, d in zip(splits, data, strict=True)])
-    axes.set(xlabel="answer length (tokens)", ylabel="answers")
-    axes.legend()
+    labels = [f"{split} (n = {len(lengths)})" for split, lengths in zip(splits, data, strict=True)]
+    hatches = ["", "//", ".."][: len(splits)]
+    axes[0, 0].hist(data, bins=12, label=labels, hatch=hatches)
+    axes[0, 0].set(xlabel="answer length (tokens, thought included)" if thoughts else "answer length (tokens)")
+    if thoughts:
+        axes[1, 0].hist(thoughts, bins=12, color="C2")
+        axes[1, 0].set(xlabel=f"thought length (tokens), {len(thoughts)} of {len(answers)} answers")
+    for row in axes[:, 0]:
+        row.set(ylabel="answers")
+    figure.legend(loc="outside upper left", ncols=2)
     return figure
 
 
-def round_strip(request: dict, rounds: int = 40) -> Figure:
-    """The first rounds of one request: accepted tokens by the engine (bars) and by the replay (marks)."""
-    rows = request["rows"][:rounds]
-    figure, axes = plt.subplots(figsize=(9, 2.2))
-    axes.bar(range(len(rows)), [row["engine"] for row in rows], color="C0", label="engine")
-    axes.plot(range(len(rows)), [row["replay"] for row in rows], "o", color="C1", fillstyle="none", label="replay")
-    axes.set(xlabel="round", ylabel="accepted")
-    axes.legend(ncols=2, loc="upper right")
+def coverage(curves: dict[str, list[dict]], chosen: int | None = None) -> Figure:
+    """Share of the target's tokens that a draft vocabulary of each size covers.
+
+    Args:
+        curves: name -> [{"size", "coverage"}], such as training and held-out text; the n belongs into the name.
+        chosen: the size in use, marked.
+    """
+    figure, axes = plt.subplots()
+    for index, (name, points) in enumerate(curves.items()):
+        sizes, shares = [point["size"] for point in points], [point["coverage"] for point in points]
+        axes.plot(sizes, shares, marker=MARKERS[index % len(MARKERS)], linestyle=LINES[index % len(LINES)], label=name)
+    if chosen:
+        axes.axvline(chosen, color=PAGE_TEXT, linewidth=1, linestyle=":")
+        axes.annotate(f"{chosen:,}", (chosen, 0), (4, 6), textcoords="offset points")
+    axes.set(xlabel="draft vocabulary (tokens)", ylabel="tokens covered", xscale="log", ylim=(0, 1.02))
+    figure.legend(loc="outside upper left", ncols=2)
     return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def _dot(axes: Axes, index: int | None, place: float, interval: dict, words: str, **look) -> None:
+    """One interval as a horizontal error bar in row ``place``, its value written beside it as ``words`` formats it."""
+    look = {"marker": MARKERS[(index or 0) % len(MARKERS)], "linestyle": "none"} | look
+    color = PAGE_TEXT if index is None else f"C{index}"
+    axes.errorbar([interval["value"]], [place], xerr=_errors(interval), color=color, **look)
+    if words:
+        text, end = words.format(interval["value"]), (interval["high"], place)
+        axes.annotate(text, end, (5, 0), textcoords="offset points", va="center", annotation_clip=False)
+
+
+def _name_rows(axes: Axes, names: Iterable[str]) -> None:
+    """Names at the left, the first one on top; the right margin holds the written values."""
+    names = list(names)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.margins(x=0.12)
+
+
+def span(interval: dict, words: str = "{:.2f}") -> str:
+    """An interval in words, which no line end parts: value (low to high)."""
+    value, low, high = (words.format(interval[key]) for key in ("value", "low", "high"))
+    return f"{value} ({low} to {high})".replace(" ", "\u00a0")
+
+
+def table(rows: list[dict], **formats: str):
+    """Rows as a table of a page: one header line, no index, numbers as ``formats`` (column name -> format) has them."""
+    return pd.DataFrame(rows).style.hide(axis="index").format(formats or None, na_rep="–")
+
+
+def _errors(interval: dict) -> list[list[float]]:
+    """Distances from value to low and high, as matplotlib's error bars want them."""
+    values, lows, highs = (_list(interval[key]) for key in ("value", "low", "high"))
+    below = [max(0.0, value - low) for value, low in zip(values, lows, strict=True)]
+    above = [max(0.0, high - value) for value, high in zip(values, highs, strict=True)]
+    return [below, above]
+
+
+def _list(value) -> list[float]:
+    return value if isinstance(value, list) else [value]
+
+
+def _smooth(values: list[float], width: int = 10) -> list[float]:
+    """At each place the mean of the last ``width`` values."""
+    parts = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
+    return [sum(part) / len(part) for part in parts]

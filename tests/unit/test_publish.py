@@ -1,17 +1,136 @@
-"""Published pages: nothing of this machine, figures with alternative text, colours of the page."""
+"""Published pages: nothing of this machine, figures with alternative text, colours of the page, where it comes from."""
+
+import json
+import re
 
 import matplotlib.pyplot as plt
 import pytest
+from nbformat import v4
 
-from eagle3_lib import plots, publish
+from eagle3_lib import leaks, plots, publish, runs_index
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.provenance import ROOT
+
+REPORT = ROOT / "reports" / "quickstart" / "report.json"
 
 
 def test_a_page_that_shows_a_folder_of_this_machine_is_refused():
     with pytest.raises(Eagle3Error, match="reports/x/index.html: shows a folder of this machine: .*secret"):
-        publish.refuse_leaks(f"<p>{ROOT}/secret</p>", "x/index.html")
-    publish.refuse_leaks(f"<p>{ROOT}ish is another word</p>", "x/index.html")
+        leaks.refuse(f"<p>{ROOT}/secret</p>", "reports/x/index.html")
+    leaks.refuse(f"<p>{ROOT}ish is another word</p>", "reports/x/index.html")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("cached in /home/ann/.cache/models", "a home folder"),
+        (r"C:\Users\Ann\models", "a home folder"),
+        ("unpacked to /tmp/tree", "a temporary folder"),
+        ("served by http://10.1.2.3:8000/v1", "a private address"),
+        ("node7.cluster.local answered", "a private host name"),
+        ("HF_TOKEN=hf_" + "a1B2" * 8, "a token"),
+        ("Authorization: Bearer abcdefghijklmnopqrstuvwxyz", "a token"),
+        ("ghp_" + "0a" * 18, "a token"),
+        ("-----BEGIN RSA PRIVATE KEY-----", "a private key"),
+        ("https://ann:pass@example.org/x", "a password in a URL"),
+    ],
+)
+def test_what_would_leak_is_found_and_placed(text, kind):
+    (leak,) = [leak for leak in leaks.find(f"first line\nsecond line, {text}, and more") if leak.kind == kind]
+    assert leak.line == 2
+    secret = text.split("=")[-1].split(" ")[-1]
+    assert (secret in leak.shown) == (kind not in leaks.SECRET), "a secret itself is not told again"
+
+
+def test_names_of_user_and_host_and_secrets_of_the_environment_are_found(monkeypatch):
+    monkeypatch.setattr(leaks.getpass, "getuser", lambda: "annlee")
+    monkeypatch.setattr(leaks.socket, "gethostname", lambda: "gpubox7.example.org")
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    text = 'by annlee on gpubox7\n{"key": "0123456789abcdef"}'
+    assert {(leak.kind, leak.line) for leak in leaks.find(text)} == {
+        ("the user's name", 1),
+        ("this host's name", 1),
+        ("the value of WANDB_API_KEY", 2),
+    }
+    assert all("0123456789" not in leak.shown for leak in leaks.find(text))
+    assert not list(leaks.find(text, allow=("annlee", "gpubox7", "0123456789abcdef")))
+    assert not list(leaks.find("annlees, mygpubox7x, 0123456789"))
+
+
+def test_common_text_is_no_leak(monkeypatch):
+    monkeypatch.setattr(leaks.getpass, "getuser", lambda: "root")
+    text = (
+        "root mean square; 1/2; /v1/completions; and/or; 10.5; 0.10.1.2; docs/tmp/x; user@; a sk-etch; https://x.org/a"
+    )
+    assert not list(leaks.find(text))
+
+
+def test_nothing_of_what_is_published_leaks():
+    assert leaks.refuse_folder(ROOT / "reports", "reports") > 20
+
+
+def test_every_leak_is_told_with_its_place_and_the_old_pages_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "project_path", lambda path: tmp_path / path)
+    run, old = tmp_path / "runs" / "r", tmp_path / "reports" / "r" / "index.html"
+    for folder in (run / "diagnose", run / "notebooks", run / "train", old.parent):
+        folder.mkdir(parents=True)
+    old.write_text("old")
+    (run / "diagnose" / "report.json").write_text(REPORT.read_text())
+    (run / "train" / "log.jsonl").write_text('{"step": 1}\n{"from": "/home/ann/data"}\n')
+    cell = v4.new_code_cell("1", outputs=[v4.new_output("stream", name="stdout", text="read /Users/ann/x\n")])
+    notebook = v4.new_notebook(cells=[v4.new_markdown_cell("# 09 Diagnosis"), cell])
+    (run / "notebooks" / "09_diagnose.ipynb").write_text(json.dumps(notebook))
+    with pytest.raises(Eagle3Error) as refused:
+        publish.run("r")
+    assert "reports/r/data/train/log.jsonl: shows a home folder" in str(refused.value)
+    assert "(line 2)" in str(refused.value)
+    (run / "train" / "log.jsonl").unlink()
+    with pytest.raises(Eagle3Error, match="reports/r/index.html: shows a home folder: .*/Users/ann/x"):
+        publish.run("r")
+    assert old.read_text() == "old" and [path.name for path in old.parent.iterdir()] == ["index.html"]
+    assert publish.run("r", allow=("/Users/ann",)) == old and "/Users/ann/x" in old.read_text()
+
+
+def test_a_page_says_where_it_comes_from():
+    report = json.loads(REPORT.read_text())
+    notebook = v4.new_notebook(cells=[v4.new_markdown_cell("# 05 Train\n\n## One & two")])
+    pages = {"05_train": "05_train.html", "09_diagnose": "index.html", "08_replay.vllm.base": "08.html"}
+    manifest = {
+        "stage": "train",
+        "params": {"run": "quickstart", "out": "runs/quickstart/train", "epochs": 7, "features": "elsewhere"},
+        "inputs": {"base drafter": {"path": "drafters/x", "sha256": "ab" * 32}},
+        "versions": {"torch": "2.13.0"},
+        "git": {"commit": "0123456789abcdef", "dirty": True},
+        "started": "2026-11-29T10:00:00+00:00",
+        "seconds": 81.2,
+    }
+    page = publish.page(notebook, "05_train", pages, report, manifest)
+    for pair in [
+        ("commit", "0123456789ab with changes"),
+        ("date", "2026-11-29"),
+        ("stage", "81 s"),
+        ("epochs", "7"),
+        ("features", "elsewhere"),
+        ("base drafter", f"drafters/x, sha256 {'ab' * 32}"),
+        ("command", ".venv/bin/python workflow/run.py quickstart"),
+    ]:
+        assert "<dt>{}</dt><dd>{}</dd>".format(*pair) in page
+    assert "<dt>out</dt>" not in page, "defaults with their braces filled are no change"
+    assert re.search(r'<a [^>]*aria-current="page"[^>]*>05 train', page) and '<a href="index.html">Report</a>' in page
+    assert page.count("<span>08 replay</span> <a ") == 1 and 'class="finding"' not in page
+    report_page = publish.page(notebook, "09_diagnose", pages, report, {})
+    assert 'class="finding">vllm 0.32.0. No sign of an engine fault' in report_page
+    assert "<dt>all stages</dt><dd>754 s</dd>" in report_page
+
+
+def test_the_index_has_the_reports_figures():
+    rows = {row["mode"]: row for row in runs_index.entries(REPORT)}
+    found = json.loads(REPORT.read_text())["engines"]["vllm"]
+    assert list(rows) == ["plain", "ngram", "base", "finetuned"]
+    base = rows["base"]["figures"]
+    assert base["mean_length"] == found["drafters"]["base"]["engine_acceptance"]["mean_length"]
+    assert base["over_plain"] == found["speedup"]["base"] and rows["base"]["verdict"] == "weak drafter"
+    assert "over_plain" not in rows["plain"]["figures"] and "mean_length" not in rows["plain"]["figures"]
 
 
 def test_a_figure_carries_its_text_data_and_the_pages_colour(tmp_path):

@@ -1,0 +1,177 @@
+"""Published pages in a real browser: nothing is fetched, axe-core finds nothing serious, nothing is wider than a phone."""
+
+import json
+from types import SimpleNamespace
+
+import browser
+import pytest
+from nbformat import v4
+
+from eagle3_lib import plots, publish, report
+from eagle3_lib.provenance import ROOT
+from eagle3_lib.runs_index import write_index
+
+PUBLISHED = ROOT / "reports" / "quickstart"
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    command = browser.find()
+    if command is None:
+        pytest.skip("needs Chromium")
+    with browser.start(command) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory):
+    source = browser.install_axe(tmp_path_factory.mktemp("axe"))
+    if source is None:
+        pytest.skip(f"needs npm and a registry that has {browser.AXE}")
+    return source
+
+
+def data(place):
+    return json.loads((PUBLISHED / place).read_text())
+
+
+def code(source, *shown, tags=()):
+    """An executed cell with what it showed: text, or anything with an HTML form."""
+    outputs = [
+        v4.new_output("stream", name="stdout", text=item)
+        if isinstance(item, str)
+        else v4.new_output("display_data", {"text/html": item._repr_html_()})
+        for item in shown
+    ]
+    return v4.new_code_cell(source, outputs=outputs, metadata={"tags": list(tags)})
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Pages with every figure, of the published quickstart's data; two runs under one index, the second with half the speed."""
+    folder = tmp_path_factory.mktemp("site")
+    published = data("report.json")
+    engine = published["engines"]["vllm"]
+    replays = {name: data(f"data/replay/vllm/{name}/replay.json") for name in engine["drafters"]}
+    runs = {mode: data(f"data/benchmark/vllm/{mode}/benchmark.json") for mode in engine["throughput"]}
+    log = [json.loads(line) for line in (PUBLISHED / "data/train/log.jsonl").read_text().splitlines()]
+    answers = [
+        SimpleNamespace(split=split, output_ids=[0] * n, reasoning_span=[0, n // 2])
+        for split, n in [("train", 80), ("train", 60), ("held_out", 80)]
+    ]
+    sizes = [{"size": 2**k, "coverage": k / 16} for k in range(4, 16)]
+    levels = {mode: {"1": v, "8": v} for mode, v in engine["speedup"].items()}
+    request = replays["finetuned"]["requests"][0]
+    figures = [
+        plots.acceptance_curves(report.curve_rows(replays)),
+        plots.acceptance(report.acceptance_rows(replays)),
+        plots.agreement(engine["verdicts"][0]["evidence"]["ranking"]),
+        plots.round_strip(request),
+        plots.rounds_over_text(request, [f" word{i}" for i in range(request["output_length"])]),
+        plots.throughput(engine["speedup"]),
+        plots.throughput_by_concurrency(levels),
+        plots.latency({mode: report.latency(run) for mode, run in runs.items()}),
+        plots.step_times({mode: report.step_time(runs[mode]) for mode in ("plain", "base", "finetuned")}),
+        plots.profile(published["profile"]),
+        plots.training(log, published["training"]["evaluations"]),
+        plots.token_lengths(answers),
+        plots.coverage({"held out (n = 2391)": sizes}, 8192),
+    ]
+    wide = [{f"a rather long heading {i}": i / 7 for i in range(12)}]
+    notebook = v4.new_notebook(
+        cells=[
+            v4.new_markdown_cell("# 09 Diagnosis\n\nA page with **every** figure, a diagram and a [link](https://example.org).\n\n```\n" + "x" * 90 + "\n```"),
+            code("run = 1", tags=["parameters"]),
+            code("import json"),
+            v4.new_markdown_cell("## Figures\n\nOne after the other."),
+            *(code(f"show({i})", plots.show(figure, f"Figure {i}.", f"Alt {i}.")) for i, figure in enumerate(figures)),
+            v4.new_markdown_cell("## A table\n\nWider than a phone."),
+            code("table", plots.table(wide), "one line\n", "another line\n"),
+        ],
+    )  # fmt: skip
+    names = {"09_diagnose": "index.html", "08_replay.vllm.base": "08_replay.vllm.base.html"}
+    manifest = {
+        "stage": "diagnose",
+        "params": {"run": "quickstart", "out": "runs/quickstart/diagnose", "engines": ["vllm", "other"]},
+        "inputs": {"benchmark": {"path": "runs/quickstart/benchmark.json", "sha256": "0" * 64}},
+        "versions": published["preflight"]["versions"],
+        **published["stages"][-1],
+    }
+    for run in ("quickstart", "slower"):
+        (folder / run).mkdir()
+        for stem, name in names.items():
+            (folder / run / name).write_text(publish.page(notebook, stem, names, published, manifest))
+        (folder / run / "report.json").write_text(json.dumps(published | {"run": run}))
+        for mode in engine["throughput"].values():
+            mode["tokens_per_s"] = {key: value / 2 for key, value in mode["tokens_per_s"].items()}
+        published["preflight"]["hardware"]["cores"] += 2
+    write_index(folder)
+    return folder
+
+
+def pages(site):
+    return [site / "index.html", site / "quickstart" / "index.html"]
+
+
+def test_a_page_opens_without_the_network_and_asks_for_nothing(chromium, site):
+    for page in pages(site):
+        chromium.open(page)
+        assert chromium.requests == [page.resolve().as_uri()], page.name
+        assert chromium.evaluate("document.querySelector('h1').innerText.length") > 5
+    tempting = site / "tempting.html"
+    tempting.write_text("<link rel=stylesheet href='https://example.org/a.css'><img src='b.png'>")
+    chromium.open(tempting)
+    assert chromium.requests[1:] == ["https://example.org/a.css", (site / "b.png").resolve().as_uri()]
+
+
+@pytest.mark.parametrize("scheme", browser.SCHEMES)
+def test_axe_finds_nothing_serious(chromium, axe, site, scheme):
+    for page in pages(site):
+        chromium.open(page, 400 if scheme == "dark" else 1400, scheme)
+        found = chromium.violations(axe)
+        serious = [(v["id"], v["nodes"][0]["html"][:200]) for v in found if v["impact"] in ("serious", "critical")]
+        assert not serious, f"{page.name}, {scheme}: {serious}"
+
+
+def test_axe_is_really_asked(chromium, axe, site):
+    page = site / "bad.html"
+    page.write_text("<title>x</title><p style='color: #ccc; background: #fff'>faint</p><img src='data:,'>")
+    chromium.open(page)
+    assert {"image-alt", "color-contrast"} <= {v["id"] for v in chromium.violations(axe)}
+
+
+def test_nothing_is_wider_than_a_phone_and_figures_stay_readable(chromium, site):
+    for page in pages(site):
+        chromium.open(page, 400)
+        assert chromium.evaluate("document.documentElement.scrollWidth") <= 400, page.name
+        # The size on screen of each text in a figure, in CSS pixels.
+        sizes = chromium.evaluate(
+            "[...document.querySelectorAll('figure.eagle3 svg')].flatMap(svg => {"
+            "const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;"
+            "return [...svg.querySelectorAll('text')].map(t => parseFloat(getComputedStyle(t).fontSize) * scale)})"
+        )
+        assert min(sizes, default=99) >= 8.5, page.name
+
+
+def test_both_schemes_are_there(chromium, site):
+    backs = {}
+    for scheme in browser.SCHEMES:
+        chromium.open(site / "index.html", 1400, scheme)
+        backs[scheme] = chromium.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert backs == {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 24, 28)"}
+
+
+def test_runs_are_set_side_by_side(chromium, site):
+    chromium.open(site / "index.html")
+    table = "[...document.querySelectorAll('#comparison tr')].map(r => [...r.cells].map(c => c.innerText.trim()))"
+    shown = {row[0]: row[1:] for row in chromium.evaluate(table)}
+    drafters = data("report.json")["engines"]["vllm"]["drafters"]
+    values = [drafters[name]["engine_acceptance"]["mean_length"]["value"] for name in ("base", "finetuned")]
+    assert shown["mean length"][0] == f"{values[0]:.2f}"
+    assert shown["mean length"][1] == f"{values[1]:.2f}\n+{100 * (values[1] / values[0] - 1):.0f} %, better"
+    # Leave only one mode marked, then mark the same one of the other run, measured on another machine.
+    chromium.evaluate("boxes.filter(b => b.checked).slice(1).forEach(b => b.click())")
+    chromium.evaluate("boxes.find(b => entries[b.value].run === 'slower' && entries[b.value].mode === 'base').click()")
+    shown = {row[0]: row[1:] for row in chromium.evaluate(table)}
+    assert shown["tokens/s"][1].endswith("−50 %, worse")
+    assert "machine: times are not comparable" in chromium.evaluate("document.getElementById('caution').innerText")

@@ -1,0 +1,41 @@
+"""README says what the data says, and names what is there."""
+
+import importlib.util
+import json
+import re
+
+from eagle3_lib.provenance import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+def table_maker():
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "benchmarks" / "readme.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_measured_table_is_made_from_its_data():
+    readme = table_maker()
+    assert readme.written(README) == readme.table(), "run python benchmarks/readme.py"
+
+
+def test_every_result_says_how_it_was_made():
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        made = json.loads(path.read_text())
+        script = re.search(r"benchmarks/\w+\.py", made["command"])
+        assert (ROOT / script.group()).is_file(), path.name
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", made["date"]), path.name
+
+
+def test_what_the_pages_link_to_is_there():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_commands_of_the_readme_are_targets_of_the_makefile():
+    targets = set(re.findall(r"^([\w-]+)(?: [\w-]+)*:", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets |= set(re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split())
+    assert set(re.findall(r"(?:^|`|: )make ([a-z][\w-]*)", README, re.MULTILINE)) <= targets
