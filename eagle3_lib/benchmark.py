@@ -14,11 +14,12 @@ import numpy as np
 from tqdm import tqdm
 
 from . import acceptance, checkpoint, engines, targets
-from .answers import Answer, read_answers
+from .answers import Answer, read_answers, samples_file
 from .errors import Eagle3Error
+from .journal import Journal
 from .measured import throughput
 from .params import BenchmarkParams
-from .provenance import project_path, stage, write_json
+from .provenance import folder_hash, project_path, stage, write_json
 
 SCHEMA = 1
 
@@ -42,16 +43,19 @@ def run(params: BenchmarkParams) -> dict:
         raise Eagle3Error(
             f"{params.data}: found {len(prompts)} held-out samples, expected at least timed_prompts = {params.timed_prompts}"
         )
-    inputs = {"prompts": project_path(params.data) / "samples.jsonl"} | (
+    inputs = {"prompts": samples_file(params.data)} | (
         {"drafter": project_path(params.drafter)} if params.drafter else {}
     )
+    settings = params.model_dump(exclude={"out", "port", "start_timeout_s", "stall_timeout_s"})
+    settings |= {role: folder_hash(path) for role, path in inputs.items()}
     with stage("benchmark", params, inputs) as notes:
+        journal = Journal(out / "finished.jsonl", settings)
         speculative = (params.mode, params.drafter, params.num_speculative_tokens)
         with engines.serve(params, folder, out / "server.log", *speculative) as server:
             before = engines.counters(server)
-            requests = _measure_acceptance(server, prompts, params)
-            check = cross_check(requests, before, engines.counters(server))
-            timed, waves = _measure_time(server, prompts[: params.timed_prompts], params)
+            requests, fresh = _measure_acceptance(server, prompts, params, journal)
+            check = cross_check(fresh, before, engines.counters(server))
+            timed, waves = _measure_time(server, prompts[: params.timed_prompts], params, journal)
         result = {
             "schema": SCHEMA,
             "engine": server.engine,
@@ -69,6 +73,7 @@ def run(params: BenchmarkParams) -> dict:
         _check_same_tokens(result)
         result["summary"] = summarise(result)
         write_json(out / "benchmark.json", result)
+        journal.delete()
         notes |= {"load_s": server.load_s, **result["summary"]}
     return result
 
@@ -127,7 +132,11 @@ def _check_drafter(params: BenchmarkParams, folder: Path) -> None:
     checkpoint.check_fits(loaded.drafter.config, config, params.drafter, params.target)
 
 
-def _measure_acceptance(server: engines.Server, prompts: list[Answer], params: BenchmarkParams) -> list[dict]:
+def _measure_acceptance(
+    server: engines.Server, prompts: list[Answer], params: BenchmarkParams, journal: Journal
+) -> tuple[list[dict], list[dict]]:
+    """The requests in the order of ``prompts``, and those of them that this server answered now."""
+
     def one(prompt: Answer) -> dict:
         answer = engines.complete(server, prompt.prompt_ids, params.max_tokens)
         if params.mode != "plain" and answer.accepted is None:
@@ -135,29 +144,40 @@ def _measure_acceptance(server: engines.Server, prompts: list[Answer], params: B
             answer.drafted = [params.num_speculative_tokens] * len(answer.accepted)
         return {"id": prompt.id, **asdict(answer)}
 
+    done = {row["request"]["id"]: row["request"] for row in journal.rows if "request" in row}
+    todo, fresh = [prompt for prompt in prompts if prompt.id not in done], []
     together = params.concurrency if server.tells_rounds or params.mode == "plain" else 1
     with ThreadPoolExecutor(together) as pool:
-        return list(tqdm(pool.map(one, prompts), total=len(prompts), desc=f"{params.mode}: acceptance", mininterval=2))
+        for request in tqdm(pool.map(one, todo), total=len(todo), desc=f"{params.mode}: acceptance", mininterval=2):
+            journal.add({"request": request})
+            fresh.append(request)
+    done |= {request["id"]: request for request in fresh}
+    return [done[prompt.id] for prompt in prompts], fresh
 
 
 def _measure_time(
-    server: engines.Server, prompts: list[Answer], params: BenchmarkParams
+    server: engines.Server, prompts: list[Answer], params: BenchmarkParams, journal: Journal
 ) -> tuple[list[dict], list[dict]]:
-    rows, waves = [], []
+    waves = {(row["wave"]["concurrency"], row["wave"]["repeat"]): row for row in journal.rows if "wave" in row}
     for concurrency in params.timed_concurrency:
 
         def one(prompt: Answer, alone: bool = concurrency == 1) -> tuple[str, engines.Completion]:
             return prompt.id, engines.complete(server, prompt.prompt_ids, params.timed_tokens, stream=alone)
 
+        todo = [repeat for repeat in range(params.repeats) if (concurrency, repeat) not in waves]
         with ThreadPoolExecutor(concurrency) as pool:
-            list(pool.map(one, prompts[:concurrency]))  # warm-up, not counted
-            for repeat in tqdm(range(params.repeats), desc=f"{params.mode}: {concurrency} at a time", mininterval=2):
+            if todo:
+                list(pool.map(one, prompts[:concurrency]))  # warm-up, not counted
+            for repeat in tqdm(todo, desc=f"{params.mode}: {concurrency} at a time", mininterval=2):
                 place, started = {"concurrency": concurrency, "repeat": repeat}, time.monotonic()
                 answers = list(pool.map(one, prompts))
-                wall_s = time.monotonic() - started
-                waves.append(place | {"tokens": sum(len(a.output_ids) for _, a in answers), "wall_s": round(wall_s, 5)})
-                rows += [place | _timed_row(prompt_id, answer) for prompt_id, answer in answers]
-    return rows, waves
+                wall_s = round(time.monotonic() - started, 5)
+                tokens = sum(len(answer.output_ids) for _, answer in answers)
+                timed = [place | _timed_row(prompt_id, answer) for prompt_id, answer in answers]
+                waves[concurrency, repeat] = {"wave": place | {"tokens": tokens, "wall_s": wall_s}, "timed": timed}
+                journal.add(waves[concurrency, repeat])
+    rows = [waves[place] for place in sorted(waves)]
+    return [timed for row in rows for timed in row["timed"]], [row["wave"] for row in rows]
 
 
 def _timed_row(prompt_id: str, answer: engines.Completion) -> dict:

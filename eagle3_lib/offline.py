@@ -100,7 +100,7 @@ def rounds(
             except subprocess.TimeoutExpired:
                 failed = f"not done in {timeout_s} s"
             finally:
-                end_group(child.pid)
+                end_group(child)
         if failed:
             raise Eagle3Error(f"vLLM: {failed}\n{(work / 'log').read_text(errors='replace')[-3000:]}")
         return [_answers(Path(answers), Path(log)) for _, answers, log in runs]

