@@ -27,7 +27,7 @@ from transformers import LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-Cache = list[tuple[Tensor, Tensor]]
+from .attention import Cache, Documents, lattice_attention
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,14 @@ class DrafterConfig:
         return replace(self, **changes)
 
 
+class RMSNorm(nn.RMSNorm):
+    """Keeps the type of its input: under autocast the residual stream is bfloat16, as an engine serves it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Grouped-query attention; ``inputs`` features in, hidden_size out."""
 
@@ -105,8 +113,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(inputs, keys, bias=config.attention_bias)
         self.v_proj = nn.Linear(inputs, keys, bias=config.attention_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, S, inputs] -> query [B, heads, S, d], keys and values [B, kv heads, S, d], turned by ``rope``."""
@@ -115,12 +123,14 @@ class Attention(nn.Module):
         values = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return *apply_rotary_pos_emb(query, keys, *rope), values
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Cache) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Cache, documents: Documents | None = None
+    ) -> Tensor:
         """x [B, S, inputs] of one step; its keys and values are appended to those of earlier steps in ``cache``."""
         query, keys, values = self.project(x, rope)
-        groups = query.shape[1] // keys.shape[1]
-        cache.append((keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)))
-        return self.o_proj(lattice_attention(query, cache, self.scale).transpose(1, 2).flatten(2))
+        cache.append((keys, values))
+        mixed = lattice_attention(query, cache, self.scale, documents)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class LatentAttention(Attention):
@@ -135,10 +145,10 @@ class LatentAttention(Attention):
         sizes, heads, eps = config.latent, config.num_attention_heads, config.rms_norm_eps
         self.sizes, self.scale = sizes, sizes.qk_head_dim**-0.5 * yarn_mscale(config.rope_parameters) ** 2
         self.q_a_proj = nn.Linear(inputs, sizes.q_lora_rank, bias=False)
-        self.q_a_layernorm = nn.RMSNorm(sizes.q_lora_rank, eps=eps)
+        self.q_a_layernorm = RMSNorm(sizes.q_lora_rank, eps=eps)
         self.q_b_proj = nn.Linear(sizes.q_lora_rank, heads * sizes.qk_head_dim, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(inputs, sizes.kv_lora_rank + sizes.qk_rope_head_dim, bias=False)
-        self.kv_a_layernorm = nn.RMSNorm(sizes.kv_lora_rank, eps=eps)
+        self.kv_a_layernorm = RMSNorm(sizes.kv_lora_rank, eps=eps)
         self.kv_b_proj = nn.Linear(sizes.kv_lora_rank, heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * sizes.v_head_dim, config.hidden_size, bias=False)
 
@@ -162,52 +172,28 @@ def yarn_mscale(rope_parameters: dict) -> float:
     return 0.1 * power * math.log(factor) + 1.0
 
 
-def lattice_attention(query: Tensor, cache: Cache, scale: float) -> Tensor:
-    """Attention of one step: causal over step 0, and the own slot only in each later step.
-
-    With 4 slots, a query of step 2 (rows: slots) sees::
-
-        step 0      step 1      step 2
-        x . . .     x . . .     x . . .
-        x x . .     . x . .     . x . .
-        x x x .     . . x .     . . x .
-        x x x x     . . . x     . . . x
-
-    Args:
-        query: [B, heads, S, d].
-        cache: keys [B, heads, S, d] and values [B, heads, S, dv] of steps 0..k.
-        scale: of the scores before softmax.
-    Returns:
-        [B, heads, S, dv]
-    """
-    slots = query.shape[2]
-    (keys, values), own = cache[0], cache[1:]
-    scores = query @ keys.transpose(2, 3) * scale
-    future = torch.ones(slots, slots, dtype=torch.bool, device=query.device).triu(1)
-    scores = scores.masked_fill(future, float("-inf"))
-    own_scores = [(query * key).sum(-1, keepdim=True) * scale for key, _ in own]
-    weights = torch.cat([scores, *own_scores], -1).float().softmax(-1).to(query.dtype)
-    mixed = weights[..., :slots] @ values
-    for index, (_, value) in enumerate(own):
-        mixed = mixed + weights[..., slots + index, None] * value
-    return mixed
-
-
 class DecoderLayer(nn.Module):
     """The first layer takes the embedding beside the hidden state; later ones are plain (vLLM llama_eagle3.py)."""
 
     def __init__(self, config: DrafterConfig, first: bool):
         super().__init__()
         self.first, self.norm_before_residual = first, config.norm_before_residual
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if first:
-            self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         attention = LatentAttention if config.latent else Attention
         self.self_attn = attention(config, 2 * config.hidden_size if first else config.hidden_size)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config.llama())
 
-    def forward(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], cache: Cache) -> Tensor:
+    def forward(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: Cache,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """embeds, hidden [B, S, H] -> the residual stream after the layer [B, S, H]."""
         if self.first:
             normed = self.hidden_norm(hidden)
@@ -215,7 +201,7 @@ class DecoderLayer(nn.Module):
             inputs = torch.cat([self.input_layernorm(embeds), normed], -1)
         else:
             residual, inputs = hidden, self.input_layernorm(hidden)
-        hidden = residual + self.self_attn(inputs, rope, cache)
+        hidden = residual + self.self_attn(inputs, rope, cache, documents)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -230,12 +216,12 @@ class Drafter(nn.Module):
         self.config = config
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         if config.fc_norm:
-            norms = (nn.RMSNorm(config.target_hidden_size, eps=config.rms_norm_eps) for _ in config.boundaries)
+            norms = (RMSNorm(config.target_hidden_size, eps=config.rms_norm_eps) for _ in config.boundaries)
             self.fc_norm = nn.ModuleList(norms)
         if config.norm_before_fc:
-            self.input_norm = nn.RMSNorm(config.feature_size, eps=config.rms_norm_eps)
+            self.input_norm = RMSNorm(config.feature_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList([DecoderLayer(config, first=i == 0) for i in range(config.num_hidden_layers)])
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary = LlamaRotaryEmbedding(config.llama())
@@ -299,26 +285,29 @@ class Drafter(nn.Module):
         """Logits of :meth:`hidden_states`: for k = 0..K-1, [B, T-1, draft vocab]; row t predicts x[t+2+k]."""
         return map(self.lm_head, self.hidden_states(features, token_ids, steps))
 
-    def hidden_states(self, features: Tensor, token_ids: Tensor, steps: int) -> Iterator[Tensor]:
+    def hidden_states(
+        self, features: Tensor, token_ids: Tensor, steps: int, documents: Documents | None = None
+    ) -> Iterator[Tensor]:
         """Run ``steps`` drafting steps at every slot at once; the tokens embedded are the text's own.
 
         Args:
             features: [B, T, boundaries x Ht] of the target for ``token_ids``; padded on the right.
             token_ids: [B, T]; tokens past the text's end may be anything, and so are the logits that embed them.
             steps: K.
+            documents: with B = 1, the texts that lie end to end in the row's T-1 slots (the last token is padding).
         Yields:
             for k = 0..K-1: what lm_head takes, [B, T-1, H]; row t predicts x[t+2+k].
         """
         slots = token_ids.shape[1] - 1
         hidden = self.fuse(features[:, :slots].to(self.fc.weight.dtype))
         padded = nn.functional.pad(token_ids, (0, steps))
-        positions = torch.arange(slots, device=token_ids.device)[None]
+        positions = torch.arange(slots, device=token_ids.device)[None] if documents is None else documents.positions()
         caches: list[Cache] = [[] for _ in self.layers]
         for step in range(steps):
-            embeds = self.embed_tokens(padded[:, 1 + step : 1 + step + slots])
+            embeds = self.embed_tokens(padded[:, 1 + step : 1 + step + slots]).to(hidden.dtype)
             rope = self.rotary(hidden, positions + step)
             for layer, cache in zip(self.layers, caches, strict=True):
-                hidden = layer(embeds, hidden, rope, cache)
+                hidden = layer(embeds, hidden, rope, cache, documents)
             normed = self.norm(hidden)
             yield normed
             if self.config.norm_output:
