@@ -50,8 +50,8 @@ def run(params: BenchmarkParams) -> dict:
     settings |= {role: folder_hash(path) for role, path in inputs.items()}
     with stage("benchmark", params, inputs) as notes:
         journal = Journal(out / "finished.jsonl", settings)
-        speculative = (params.mode, params.drafter, params.num_speculative_tokens)
-        with engines.serve(params, folder, out / "server.log", *speculative) as server:
+        asked = (params.mode, params.drafter, params.num_speculative_tokens, params.speculative_options)
+        with engines.serve(params, folder, out / "server.log", engines.Speculation(*asked)) as server:
             before = engines.counters(server)
             requests, fresh = _measure_acceptance(server, prompts, params, journal)
             check = cross_check(fresh, before, engines.counters(server))

@@ -191,7 +191,8 @@ class AuditParams(Stage):
 class BenchmarkParams(Serving):
     """07: one engine in one mode: "plain", "ngram", or a drafter's name with its folder in ``drafter``.
 
-    setup: the name under which the run speaks of this engine with these settings.
+    setup: the name under which the run speaks of this engine with these settings. speculative_options: further fields of
+    vLLM's --speculative-config (SGLang takes its own as engine_args).
     """
 
     setup: str = Field("vllm", pattern=NAME)
@@ -200,6 +201,7 @@ class BenchmarkParams(Serving):
     drafter: str = ""
     data: str = "runs/{run}/generate"
     num_speculative_tokens: int = Field(4, ge=1)
+    speculative_options: dict = {}
     max_tokens: int = Field(64, ge=2)
     concurrency: int = Field(32, ge=1)
     timed_concurrency: list[int] = Field([1], min_length=1)

@@ -6,14 +6,14 @@ One module an engine, all with ``installed``, ``serve``, ``complete``, ``counter
 import httpx
 
 from . import sglang, vllm
-from .base import Completion, Server
+from .base import PLAIN, Completion, Server, Speculation
 
 MODULES = {"vllm": vllm, "sglang": sglang}
 
 
-def serve(params, folder, log, mode="plain", drafter="", num_speculative_tokens=4, profile_dir=None):
+def serve(params, folder, log, speculation: Speculation = PLAIN, profile_dir=None):
     """Serve a target for the length of a ``with`` block, by the engine that ``params.engine`` names."""
-    return MODULES[params.engine].serve(params, folder, log, mode, drafter, num_speculative_tokens, profile_dir)
+    return MODULES[params.engine].serve(params, folder, log, speculation, profile_dir)
 
 
 def complete(server: Server, prompt_ids: list[int], max_tokens: int, **options) -> Completion:

@@ -57,6 +57,34 @@ def _client(url: str, timeout_s: float) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=timeout_s, max_retries=0)
 
 
+@dataclass(frozen=True)
+class Speculation:
+    """How an engine is asked to speculate.
+
+    mode: "plain", "ngram", or any drafter's name with its folder in ``drafter``. tokens: drafted in each round (K). options:
+    further fields of vLLM's --speculative-config.
+    """
+
+    mode: str = "plain"
+    drafter: str = ""
+    tokens: int = 4
+    options: dict = field(default_factory=dict)
+
+    def folder(self) -> Path:
+        """The drafter's folder.
+
+        Raises:
+            Eagle3Error: it holds no config.json.
+        """
+        folder = project_path(self.drafter)
+        if not self.drafter or not (folder / "config.json").is_file():
+            raise Eagle3Error(f"drafter: found no config.json in {folder}; expected a drafter's folder")
+        return folder
+
+
+PLAIN = Speculation()
+
+
 @dataclass
 class Completion:
     """One answer, as token ids from the server.

@@ -16,8 +16,7 @@ import httpx
 
 from ..errors import Eagle3Error
 from ..params import Serving
-from ..provenance import project_path
-from .base import Completion, Server, failure, find_distribution, interpreter, launch, pick_port
+from .base import PLAIN, Completion, Server, Speculation, failure, find_distribution, interpreter, launch, pick_port
 
 
 def installed(python: str = "") -> tuple[str, str]:
@@ -29,22 +28,19 @@ def installed(python: str = "") -> tuple[str, str]:
     return find_distribution(python, ("sglang",))[1], "cuda"
 
 
-def speculation(mode: str, drafter: str, num_speculative_tokens: int) -> list[str]:
+def speculative_arguments(speculation: Speculation) -> list[str]:
     """Arguments of a mode. Steps, topk and draft tokens are always explicit: left out, some targets get a tree."""
-    if mode == "plain":
+    if speculation.mode == "plain":
         return []
-    if mode == "ngram":
-        words = {"algorithm": "NGRAM", "num-draft-tokens": num_speculative_tokens + 1, "ngram-max-bfs-breadth": 1}
+    if speculation.mode == "ngram":
+        words = {"algorithm": "NGRAM", "num-draft-tokens": speculation.tokens + 1, "ngram-max-bfs-breadth": 1}
     else:
-        folder = project_path(drafter)
-        if not (folder / "config.json").is_file():
-            raise Eagle3Error(f"drafter: found no config.json in {folder}; expected a drafter's folder")
         words = {
             "algorithm": "EAGLE3",
-            "draft-model-path": folder,
-            "num-steps": num_speculative_tokens,
+            "draft-model-path": speculation.folder(),
+            "num-steps": speculation.tokens,
             "eagle-topk": 1,
-            "num-draft-tokens": num_speculative_tokens + 1,  # SGLang counts the root of the draft tree
+            "num-draft-tokens": speculation.tokens + 1,  # SGLang counts the root of the draft tree
         }
     return [word for name, value in words.items() for word in (f"--speculative-{name}", str(value))]
 
@@ -54,9 +50,7 @@ def serve(
     params: Serving,
     folder: Path,
     log: Path,
-    mode: str = "plain",
-    drafter: str = "",
-    num_speculative_tokens: int = 4,
+    speculation: Speculation = PLAIN,
     profile_dir: Path | None = None,
 ) -> Iterator[Server]:
     """Serve the target in ``folder`` for the length of a ``with`` block; see :func:`eagle3_lib.engines.vllm.serve`."""
@@ -67,7 +61,7 @@ def serve(
         *("--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port), "--dtype", params.dtype),
         *("--context-length", str(params.max_model_len)),
         *(["--disable-cuda-graph"] if params.eager else []),
-        *speculation(mode, drafter, num_speculative_tokens),
+        *speculative_arguments(speculation),
         *params.engine_args,
     ]
     server = Server(f"http://127.0.0.1:{port}", "target", "sglang", version, stall_s=params.stall_timeout_s)

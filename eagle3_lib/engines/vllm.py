@@ -11,10 +11,8 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from ..errors import Eagle3Error
 from ..params import Serving
-from ..provenance import project_path
-from .base import Server, complete, find_distribution, interpreter, launch, pick_port
+from .base import PLAIN, Server, Speculation, complete, find_distribution, interpreter, launch, pick_port
 
 # The default entry point, `vllm serve`, asks for a distribution named vllm, which the CPU build is not. Started by -c,
 # not -m: children that Python spawns would otherwise import the whole API server once more each.
@@ -45,16 +43,14 @@ def version_tuple(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
-def speculation(mode: str, drafter: str, num_speculative_tokens: int) -> dict | None:
+def speculative_config(speculation: Speculation) -> dict | None:
     """The --speculative-config of a mode: None for "plain"."""
-    if mode == "plain":
+    if speculation.mode == "plain":
         return None
-    if mode == "ngram":
-        return {"method": "ngram", "num_speculative_tokens": num_speculative_tokens, **NGRAM_LOOKUP}
-    folder = project_path(drafter)
-    if not (folder / "config.json").is_file():
-        raise Eagle3Error(f"drafter: found no config.json in {folder}; expected a drafter's folder")
-    return {"method": "eagle3", "model": str(folder), "num_speculative_tokens": num_speculative_tokens}
+    common = {"num_speculative_tokens": speculation.tokens, **speculation.options}
+    if speculation.mode == "ngram":
+        return {"method": "ngram", **NGRAM_LOOKUP, **common}
+    return {"method": "eagle3", "model": str(speculation.folder()), **common}
 
 
 def arguments(
@@ -82,22 +78,19 @@ def serve(
     params: Serving,
     folder: Path,
     log: Path,
-    mode: str = "plain",
-    drafter: str = "",
-    num_speculative_tokens: int = 4,
+    speculation: Speculation = PLAIN,
     profile_dir: Path | None = None,
 ) -> Iterator[Server]:
     """Serve the target in ``folder`` on the loopback interface for the length of a ``with`` block.
 
     Args:
-        mode: "plain", "ngram", or any drafter's name with its folder in ``drafter``.
         log: where the server's output goes (kept).
         profile_dir: makes /start_profile and /stop_profile write torch traces there.
     Raises:
         Eagle3Error: see :func:`eagle3_lib.engines.base.launch`.
     """
     version, build = installed(params.engine_python)
-    speculative = speculation(mode, drafter, num_speculative_tokens)
+    speculative = speculative_config(speculation)
     port = pick_port(params.port)
     command = [interpreter(params.engine_python), "-c", ENTRY]
     command += arguments(params, folder, version, port, speculative, profile_dir)
@@ -135,4 +128,4 @@ def start_profile(server: Server, folder: Path) -> None:
     httpx.post(f"{server.url}/start_profile", timeout=60).raise_for_status()
 
 
-__all__ = ["complete", "counters", "installed", "serve", "speculation", "start_profile"]
+__all__ = ["complete", "counters", "installed", "serve", "start_profile"]

@@ -20,10 +20,10 @@ CELL = f"""
 import time
 from pathlib import Path
 from eagle3_lib import targets
-from eagle3_lib.engines import vllm
+from eagle3_lib.engines import base, vllm
 from eagle3_lib.params import BenchmarkParams
 params = BenchmarkParams(mode="base", drafter="{DRAFTER}", max_model_len=256)
-with vllm.serve(params, targets.resolve(params.target), Path("LOG"), "base", params.drafter) as server:
+with vllm.serve(params, targets.resolve(params.target), Path("LOG"), base.Speculation("base", params.drafter)) as server:
     print("SERVING", flush=True)
     time.sleep(300)
 """
@@ -32,7 +32,7 @@ with vllm.serve(params, targets.resolve(params.target), Path("LOG"), "base", par
 def test_rounds_equal_the_replay_and_tokens_the_targets_own(target, target_folder, tokenizer, tmp_path):
     params = BenchmarkParams(mode="base", drafter=DRAFTER, max_model_len=256)
     prompts = [render(tokenizer, [{"role": "user", "content": question}]) for question in QUESTIONS]
-    with vllm.serve(params, target_folder, tmp_path / "server.log", "base", DRAFTER, 4) as server:
+    with vllm.serve(params, target_folder, tmp_path / "server.log", base.Speculation("base", DRAFTER, 4)) as server:
         answers = [base.complete(server, prompt, 48) for prompt in prompts]
         with pytest.raises(Eagle3Error, match="failed a completion"):
             base.complete(server, [1] * 500, 8)  # longer than max_model_len
