@@ -127,17 +127,59 @@ class ProfileParams(Serving):
     decode_tokens: int = Field(16, ge=1)
 
 
+class Sampling(BaseModel):
+    """How a share of the data is sampled; what is not named keeps the stage's temperature, max_tokens and seed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    share: float = Field(gt=0, le=1)
+    temperature: float = Field(0.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = Field(1.0, gt=0)
+    max_tokens: int = Field(1, ge=1)
+    seed: int = 0
+    chat_template_kwargs: dict = {}
+
+
 class GenerateParams(Serving):
-    """03: the target's own answers, as token ids from the server. ``servers``: running ones; [] starts one."""
+    """03: the target's own answers, as token ids from the server.
+
+    prompts: a .jsonl or .parquet file, or "datasets:NAME:SPLIT". servers: running ones; [] starts one. sampling: settings
+    for shares of the data (see :class:`Sampling`), such as {"share": 0.3, "temperature": 1.0}; the rest keeps ``temperature``.
+    drop: flaws whose answers are left out; all are counted. stream: replies in pieces, for proxies that cut long silences.
+    """
 
     out: str = "runs/{run}/generate"
     prompts: str = "params/prompts/python_functions.jsonl"
+    max_prompts: int = Field(0, ge=0)
     servers: list[str] = []
+    api_key_env: str = ""
     held_out_share: float = Field(0.25, gt=0, lt=1)
     max_tokens: int = Field(80, ge=1)
     temperature: float = Field(0.0, ge=0)
+    sampling: list[dict] = []
+    drop: list[Literal["cut", "empty", "loop", "unrendered"]] = ["empty"]
     concurrency: int = Field(64, ge=1)
+    stream: bool = False
+    tries: int = Field(8, ge=1)
     seed: int = 0
+
+    @field_validator("sampling")
+    @classmethod
+    def shares_are_known_settings(cls, options: list[dict]) -> list[dict]:
+        for number, option in enumerate(options):
+            try:
+                Sampling.model_validate(option)
+            except ValidationError as error:
+                fault = error.errors()[0]
+                raise ValueError(f"[{number}].{'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
+        if sum(option["share"] for option in options) > 1 + 1e-9:
+            raise ValueError("shares that sum to 1 at most")
+        return options
 
 
 class ExtractParams(Stage):
