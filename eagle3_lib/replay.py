@@ -38,18 +38,25 @@ class Features:
     """What one forward pass of the target gives for one text.
 
     fused: [T, boundaries x Ht] residual streams, in the order of the boundaries; last_hidden: [T, Ht] after the final
-    norm; argmax: [T] the target's greedy next token at each position; streams: [T, Ht] for each captured stream.
+    norm; argmax: [T] the target's greedy next token at each position; streams: [T, Ht] for each captured stream;
+    draft_mass: [T] the probability that the target gives to the draft vocabulary, where that was asked for.
     """
 
     fused: Tensor
     last_hidden: Tensor
     argmax: Tensor
     streams: dict[Stream, Tensor] = field(default_factory=dict)
+    draft_mass: Tensor | None = None
 
 
 @torch.no_grad()
 def capture(
-    target, texts: list[list[int]], boundaries: Iterable[int], tokens_per_pass: int = 4096, also: Iterable[Stream] = ()
+    target,
+    texts: list[list[int]],
+    boundaries: Iterable[int],
+    tokens_per_pass: int = 4096,
+    also: Iterable[Stream] = (),
+    draft_ids: Tensor | None = None,
 ) -> Iterable[Features]:
     """Run the target over token sequences and keep its residual stream at the boundaries.
 
@@ -58,6 +65,7 @@ def capture(
 
     Args:
         also: further streams (RESIDUAL or UPDATE at a boundary) that hypotheses need; see :func:`captured_for`.
+        draft_ids: target ids of the draft vocabulary, for ``draft_mass``.
     Yields:
         :class:`Features` for each text, in order.
     """
@@ -75,10 +83,23 @@ def capture(
                 streams = {stream: values[row, : len(text)] for stream, values in seen.items()}
                 last_hidden = hidden[row, : len(text)]
                 fused = torch.cat([streams[RESIDUAL, k] for k in boundaries], -1)
-                yield Features(fused, last_hidden, target.lm_head(last_hidden).argmax(-1), streams)
+                argmax, mass = choices(target.lm_head, last_hidden, draft_ids)
+                yield Features(fused, last_hidden, argmax, streams, mass)
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def choices(head: Callable, last_hidden: Tensor, draft_ids: Tensor | None = None, rows: int = 1024):
+    """([T] greedy ids, [T] float32 probability of the draft vocabulary or None), ``rows`` positions' logits at a time."""
+    argmax, mass = [], []
+    for hidden in last_hidden.split(rows):
+        logits = head(hidden)
+        argmax.append(logits.argmax(-1))
+        if draft_ids is not None:
+            logits = logits.float()
+            mass.append((logits[:, draft_ids].logsumexp(-1) - logits.logsumexp(-1)).exp())
+    return torch.cat(argmax), torch.cat(mass) if mass else None
 
 
 def _hook(layers, stream: Stream, seen: dict[Stream, Tensor]):
