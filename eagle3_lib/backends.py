@@ -1,0 +1,156 @@
+"""Where features come from: the target in transformers, or vLLM's own extract_hidden_states.
+
+Both give, for each text, :class:`eagle3_lib.replay.Features` of the same boundaries, so that a store does not depend on
+the backend, and :mod:`eagle3_lib.parity` can hold one against the other.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from . import checkpoint, engines, targets
+from .engines.base import interpreter, log_tail
+from .errors import Eagle3Error
+from .process import end_group
+from .provenance import ROOT
+from .replay import RESIDUAL, Features, capture, choices
+
+Backend = Callable[[list[list[int]]], Iterable[Features]]
+CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is extracted from which target.
+
+    folder: the target's; boundaries: in the drafter's order; draft_ids: target ids of the draft vocabulary, None: all.
+    dtype: of the target's weights. engine_python, engine_options: vLLM's interpreter, and further arguments of vllm.LLM.
+    """
+
+    folder: Path
+    boundaries: tuple[int, ...]
+    draft_ids: Tensor | None = None
+    dtype: str = "float32"
+    device: str = "cpu"
+    engine_python: str = ""
+    engine_options: dict | None = None
+    max_model_len: int = 2048
+    log: Path | None = None
+
+
+@contextlib.contextmanager
+def transformers_backend(wanted: Wanted) -> Iterator[Backend]:
+    """The target in this process; it is loaded at the first text."""
+    loaded = []
+
+    def features(texts: list[list[int]]) -> Iterator[Features]:
+        if not loaded:
+            loaded.append(targets.load(wanted.folder, getattr(torch, wanted.dtype), wanted.device))
+        ids = wanted.draft_ids if wanted.draft_ids is None else wanted.draft_ids.to(wanted.device)
+        yield from capture(loaded[0], texts, wanted.boundaries, draft_ids=ids)
+
+    yield features
+
+
+@contextlib.contextmanager
+def vllm_backend(wanted: Wanted) -> Iterator[Backend]:
+    """vLLM in a process of its own, for the length of a ``with`` block; the final norm and the head are applied here.
+
+    Raises:
+        Eagle3Error: vLLM ends; the last lines of its log are in the message.
+    """
+    tail = Tail(wanted)
+    layers = targets.load_config(wanted.folder).num_hidden_layers
+    ids = sorted({*wanted.boundaries, layers})  # vLLM gives them in ascending order, whatever is asked for
+    build = engines.vllm.installed(wanted.engine_python)[1]
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=shared, prefix="eagle3-") as folder:
+        case = {
+            "model": str(wanted.folder),
+            "dtype": wanted.dtype,
+            "boundaries": ids,
+            "max_model_len": wanted.max_model_len,
+            "folder": folder,
+            "engine_options": wanted.engine_options or {},
+        }
+        (Path(folder) / "case.json").write_text(json.dumps(case))
+        log = wanted.log or Path(folder) / "log"
+        env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        command = [interpreter(wanted.engine_python), "-m", "eagle3_lib.vllm_tap", f"{folder}/case.json"]
+        with log.open("w") as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "eagle3_lib.process", "--group", *command],
+                env=os.environ | env | (CPU_ENV if build == "cpu" else {}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                text=True,
+                start_new_session=True,
+            )
+
+        def answer() -> list[str]:
+            line = process.stdout.readline()
+            if not line:
+                raise Eagle3Error(f"vLLM's extraction ended.\n{log_tail(log)}")
+            return json.loads(line)
+
+        def features(texts: list[list[int]]) -> Iterator[Features]:
+            print(json.dumps(texts), file=process.stdin, flush=True)
+            for path, text in zip(answer(), texts, strict=True):
+                states = load_file(path)["hidden_states"]  # [tokens, boundaries, Ht]
+                for leftover in (path, f"{path}.lock"):
+                    Path(leftover).unlink(missing_ok=True)
+                if len(states) != len(text):
+                    raise Eagle3Error(f"vLLM's extraction: found {len(states)} hidden states, expected {len(text)}")
+                streams = {(RESIDUAL, k): states[:, i] for i, k in enumerate(ids)}
+                yield tail.features(streams, layers)
+
+        try:
+            answer()  # it is ready
+            yield features
+        finally:
+            end_group(process)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(2)
+
+
+BACKENDS = {"transformers": transformers_backend, "vllm": vllm_backend}
+
+
+class Tail:
+    """The target after its last layer: final norm and head, from its files alone.
+
+    Raises:
+        Eagle3Error: a target whose final norm is no plain RMSNorm.
+    """
+
+    def __init__(self, wanted: Wanted):
+        config = targets.load_config(wanted.folder)
+        if not hasattr(config, "rms_norm_eps") or config.model_type.startswith("gemma"):
+            raise Eagle3Error(
+                f"target: found model_type {config.model_type!r}; expected one with a plain RMSNorm at its end"
+            )
+        dtype = getattr(torch, wanted.dtype)
+        self.norm = checkpoint.read_tensor(wanted.folder, "model.norm.weight").to(wanted.device, dtype)
+        self.head = targets.embedding_and_head(wanted.folder)[1].to(wanted.device, dtype)
+        self.eps, self.wanted = config.rms_norm_eps, wanted
+        self.draft_ids = None if wanted.draft_ids is None else wanted.draft_ids.to(wanted.device)
+
+    @torch.no_grad()
+    def features(self, streams: dict, layers: int) -> Features:
+        """Features of one text from its residual streams."""
+        stream = streams[RESIDUAL, layers].to(self.head.device)
+        last_hidden = torch.nn.functional.rms_norm(stream, self.norm.shape, self.norm, self.eps)
+        fused = torch.cat([streams[RESIDUAL, k] for k in self.wanted.boundaries], -1)
+        argmax, mass = choices(lambda hidden: hidden @ self.head.T, last_hidden, self.draft_ids)
+        return Features(fused, last_hidden, argmax, streams, mass)
