@@ -1,8 +1,8 @@
 """Stage 01: the machine, what is installed, whether drafter and target fit together, and what the run will write."""
 
 from . import checkpoint, engines, targets
+from .disk_plan import plan
 from .errors import Eagle3Error
-from .extract import plan
 from .params import PreflightParams
 from .provenance import hardware, project_path, short_path, stage, versions, write_json
 
