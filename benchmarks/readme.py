@@ -53,7 +53,7 @@ def audit_on_engine(data: dict) -> tuple[str, str]:
     served = [row for row in data["rows"] if not row["refused"]]
     equal = sum(row["agreement_as_audited"] == 1 for row in served)
     return (
-        "audit findings shown on the engine",
+        f"{len(served)} audit findings shown on the engine",
         "every round as audited" if equal == len(served) else f"as audited in {equal} of {len(served)}",
     )
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from jupyter_client.manager import start_new_kernel
 
-from eagle3_lib import checkpoint, replay
+from eagle3_lib import acceptance, checkpoint, replay
 from eagle3_lib.engines import base, vllm
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import BenchmarkParams
@@ -34,6 +34,7 @@ def test_rounds_equal_the_replay_and_tokens_the_targets_own(target, target_folde
     prompts = [render(tokenizer, [{"role": "user", "content": question}]) for question in QUESTIONS]
     with vllm.serve(params, target_folder, tmp_path / "server.log", base.Speculation("base", DRAFTER, 4)) as server:
         answers = [base.complete(server, prompt, 48) for prompt in prompts]
+        counted = vllm.counters(server)
         with pytest.raises(Eagle3Error, match="failed a completion"):
             base.complete(server, [1] * 500, 8)  # longer than max_model_len
     drafter = checkpoint.load_for(DRAFTER, params.target, target)
@@ -47,6 +48,10 @@ def test_rounds_equal_the_replay_and_tokens_the_targets_own(target, target_folde
         proposed = replay.drafts(drafter, features.fused[None], torch.tensor([text]), 4)[0]
         rows += replay.compare(answer.accepted, replay.accepted_at(proposed, text), len(prompt), 4)
     assert len(rows) > 40
+    rounds = acceptance.request_counts([answer.accepted for answer in answers], 4).sum(0).tolist()
+    assert counted == {"rounds": rounds[0], "accepted": rounds[1:]}
+    for answer in answers:  # one request at a time: a streamed chunk is a round; the limit may cut the last
+        assert answer.rounds_from_chunks()[:-1] == answer.accepted[:-1]
     assert [row for row in rows if row["engine"] != row["replay"] and not row["cut"]] == []
 
 
