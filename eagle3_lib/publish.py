@@ -47,7 +47,7 @@ def run(name: str, to: str = "reports", allow: tuple[str, ...] = ()) -> Path:
     with whole_folder(folder) as work:
         for stem, path in notebooks.items():
             notebook = nbformat.read(path, as_version=4)
-            manifest = _manifest(notebook)
+            manifest = _manifest(notebook, stem)
             write_text(work / pages[stem], page(notebook, stem, pages, report, manifest))
             _copy_figures(manifest, work / _figures(stem))
         shutil.copy(report_json, work / "report.json")
@@ -115,11 +115,12 @@ def _links(pages: dict[str, str], here: str) -> list[tuple[str, list[dict]]]:
     ]
 
 
-def _manifest(notebook) -> dict:
-    """The manifest of the stage that an executed notebook ran."""
-    out = notebook.metadata.get("papermill", {}).get("parameters", {}).get("out")
-    path = project_path(out) / "manifest.json" if out else None
-    return json.loads(path.read_text()) if path and path.is_file() else {}
+def _manifest(notebook, stem: str) -> dict:
+    """The manifest of the stage that an executed notebook ran, {} where it left none."""
+    model = list(STAGES.values())[int(stem[:2]) - 1]
+    out = model.check(notebook.metadata.get("papermill", {}).get("parameters", {}), stem).out
+    path = project_path(out) / "manifest.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def _facts(report: dict, manifest: dict, stem: str) -> list[tuple[str, str]]:
@@ -142,7 +143,8 @@ def _facts(report: dict, manifest: dict, stem: str) -> list[tuple[str, str]]:
 def _provenance(report: dict, manifest: dict, stem: str) -> list[tuple[str, list[tuple[str, str]]]]:
     """What it takes to make the page again: command, parameters other than the defaults, inputs, versions, times."""
     name, params = report["run"], manifest.get("params", {})
-    parts = [("Made by", [("command", f".venv/bin/python workflow/run.py {name}"), ("notebook", f"{stem}.ipynb")])]
+    command = [("command", f"make run RUN={name}")] if project_path(f"params/{name}.yaml").is_file() else []
+    parts = [("Made by", [*command, ("notebook", f"{stem}.ipynb")])]
     if params:
         parts.append(("Parameters other than the defaults", _changed(manifest["stage"], params)))
     if inputs := manifest.get("inputs"):

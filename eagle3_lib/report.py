@@ -38,6 +38,7 @@ def run(params: DiagnoseParams) -> dict:
             "training": _manifest(folder / "train").get("notes"),
             "generated": _manifest(folder / "generate").get("notes"),
             "extracted": _manifest(folder / "extract").get("notes"),
+            "coverage": _read(folder / "extract" / "coverage.json"),
             "profile": _read(folder / "profile" / "profile.json"),
             "preflight": _read(folder / "preflight" / "preflight.json"),
             "audit": {name: _read(folder / "audit" / name / "audit.json") for name in params.drafters},

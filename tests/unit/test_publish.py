@@ -112,7 +112,7 @@ def test_a_page_says_where_it_comes_from():
         ("epochs", "7"),
         ("features", "elsewhere"),
         ("base drafter", f"drafters/x, sha256 {'ab' * 32}"),
-        ("command", ".venv/bin/python workflow/run.py quickstart"),
+        ("command", "make run RUN=quickstart"),
     ]:
         assert "<dt>{}</dt><dd>{}</dd>".format(*pair) in page
     assert "<dt>out</dt>" not in page, "defaults with their braces filled are no change"
