@@ -155,6 +155,10 @@ def capture(said: Spoken, prompt_ids: list[int], output_ids: list[int], tokens: 
     body = tokens.decode(body_ids)
     opened = opened_by(tokens.decode(prompt_ids[-PROMPT_TAIL:]))
     parts = parse(body, opened)
+    if said.reasoning and not parts.close and parts.reasoning.startswith(said.reasoning):
+        parts = Parts(
+            parts.open, said.reasoning, "", parts.reasoning[len(said.reasoning) :]
+        )  # a call ended the thought
     span = [0, tokens.tokens_up_to(body_ids, parts.thought_end)] if parts.thinks else []
     if not _same(said, parts):
         return Captured(said.reasoning, said.content, span, "no")
