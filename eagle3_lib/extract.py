@@ -1,11 +1,14 @@
 """Stage 04: the target's features of every sample at the drafter's boundaries, into the feature store."""
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+import yaml
 from torch import Tensor
 from tqdm import tqdm
 
@@ -187,3 +190,7 @@ def streams_of(backend: str, wanted: Wanted, texts: list[list[int]], boundaries:
     with BACKENDS[backend](replace(wanted, boundaries=boundaries)) as features:
         fused = torch.cat([f.fused.cpu() for f in features(texts)])
     return dict(zip(boundaries, fused.unflatten(-1, (len(boundaries), -1)).unbind(-2), strict=True))
+
+
+if __name__ == "__main__":  # one part of several hosts: python -m eagle3_lib.extract PARAMS.yaml
+    run(ExtractParams.check(yaml.safe_load(Path(sys.argv[1]).read_text()), sys.argv[1]))
