@@ -42,6 +42,15 @@ def weak_or_broken(data: dict) -> tuple[str, str]:
     )
 
 
+def losslessness(data: dict) -> tuple[str, str]:
+    passed = {name: "lossless" if run["lossless"] else f"not: {run['fault']}" for name, run in data["runs"].items()}
+    return (
+        "tokens emitted by the CPU build, against the target: plain, EAGLE-3; the same at temperature 0.8",
+        f"{passed['plain, greedy']}, {passed['eagle3, greedy']}; "
+        f"{passed['plain, temperature 0.8']}, {passed['eagle3, temperature 0.8']}",
+    )
+
+
 def replay_cost(data: dict) -> tuple[str, str]:
     return (
         "replay of one hypothesis over a plain forward of the target; of thirty over one",
@@ -74,6 +83,7 @@ def gates_of_wheels(data: dict) -> tuple[str, str]:
 ROWS: list[tuple[Callable[[dict], tuple[str, str]], str]] = [
     (fault_matrix, "docs/faults.md"),
     (weak_or_broken, ""),
+    (losslessness, "docs/faults.md"),
     (replay_cost, ""),
     (audit_on_engine, "docs/audit.md"),
     (gates_of_wheels, ""),
