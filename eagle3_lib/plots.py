@@ -264,6 +264,26 @@ def step_times(steps: dict[str, dict]) -> Figure:
     return figure
 
 
+def break_even(found: dict[str, dict]) -> Figure:
+    """Predicted throughput over plain by drafts in a round; ``found``: name -> {"measured_K", "rows"}.
+
+    The ringed point is where the run was measured; a line goes on beyond the measured positions without markers.
+    """
+    figure, axes = plt.subplots()
+    for index, (name, run) in enumerate(found.items()):
+        drafts, speedups = ([row[key] for row in run["rows"]] for key in ("K", "speedup"))
+        known = [place for place, row in enumerate(run["rows"]) if not row["beyond_curve"]]
+        look = {"marker": MARKERS[index % len(MARKERS)], "linestyle": LINES[index % len(LINES)], "markevery": known}
+        axes.plot(drafts, speedups, color=f"C{index}", label=name, **look)
+        at = drafts.index(run["measured_K"])
+        axes.plot(drafts[at], speedups[at], "o", color=PAGE_TEXT, fillstyle="none", markersize=11)
+    axes.axhline(1, color=PAGE_TEXT, linewidth=1, linestyle=":")
+    axes.set(xlabel="drafts in a round (ringed: measured)", ylabel="predicted throughput\nover plain", ylim=(0, None))
+    axes.set_xticks(drafts)
+    figure.legend(loc="outside upper left", ncols=2)
+    return figure
+
+
 def profile(result: dict) -> Figure:
     """Share of one decode's busy time by kind of operation."""
     share = dict(sorted(result["share"].items(), key=lambda item: item[1]))

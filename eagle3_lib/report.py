@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import acceptance, diagnose, measured
+from . import acceptance, break_even, diagnose, measured
 from .errors import Eagle3Error
 from .params import DiagnoseParams
 from .provenance import project_path, short_path, stage, write_json
@@ -72,6 +72,14 @@ def _engine(folder: Path, engine: str, drafters: list[str]) -> dict:
         "step_s": {mode: step_time(runs[mode]) for mode in ("plain", *drafters)},
         "tokens": _tokens(runs, replays),
     }
+    result["break_even"] = {
+        name: break_even.of_run(
+            replay["positions"],
+            replay["engine_acceptance"]["curve"]["value"],
+            round_costs(runs[name], result["speedup_by_concurrency"][name], result["cost"][name]),
+        )
+        for name, replay in replays.items()
+    }
     verdicts = [diagnose.judge(replay) for replay in replays.values()]
     result["verdicts"] = [verdict.as_dict() for verdict in verdicts]
     result["together"] = diagnose.judge_together(verdicts)
@@ -119,6 +127,31 @@ def cost(plain: dict, other: dict, replay: dict) -> dict:
     engine, correct = (replay[f"{who}_acceptance"]["mean_length"]["value"] for who in ("engine", "replay"))
     result = diagnose.speed(repeats(plain), repeats(other))
     return diagnose.speed(repeats(plain), repeats(other), result["mean_length"] * correct / engine)
+
+
+def round_costs(run: dict, speedups: dict[str, dict], cost: dict) -> dict[str, float]:
+    """Time of a round in plain steps, by concurrency: mean length over speedup.
+
+    At one request at a time it is the ratio of steps after prefill, at more of whole waves, prefill included.
+    """
+    costs = {}
+    for level, speedup in speedups.items():
+        timed = [row for row in run["timed"] if row["concurrency"] == int(level)]
+        steps = sum(row["steps"] for row in timed)  # 0 where the engine tells no rounds and the answers came whole
+        length = sum(row["tokens"] - 1 for row in timed) / steps if steps else cost["mean_length"]
+        costs[level] = length / speedup["value"]
+    return costs | {"1": cost["step_ratio"]}
+
+
+def break_even_rows(found: dict[str, dict]) -> list[dict]:
+    """The break-even model as table rows; ``found``: an engine's "break_even" in the report."""
+    return [
+        {"drafter": name, "requests at a time": int(level), "measured at": run["measured_K"], **row}
+        | {"recommended": run["recommended"]}
+        for name, levels in found.items()
+        for level, run in levels.items()
+        for row in run["rows"]
+    ]
 
 
 def latency(run: dict) -> dict[str, dict]:

@@ -7,7 +7,7 @@ import browser
 import pytest
 from nbformat import v4
 
-from eagle3_lib import plots, publish, report
+from eagle3_lib import break_even, plots, publish, report
 from eagle3_lib.provenance import ROOT
 from eagle3_lib.runs_index import write_index
 
@@ -72,6 +72,7 @@ def site(tmp_path_factory):
         plots.throughput_by_concurrency(levels),
         plots.latency({mode: report.latency(run) for mode, run in runs.items()}),
         plots.step_times({mode: report.step_time(runs[mode]) for mode in ("plain", "base", "finetuned")}),
+        plots.break_even(break_even.of_run(4, [0.7, 0.5, 0.3, 0.2], {"1": 1.5, "8": 2.0})),
         plots.profile(published["profile"]),
         plots.training(log, published["training"]["evaluations"]),
         plots.token_lengths(answers),
