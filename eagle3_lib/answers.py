@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import get_origin
+from typing import Any, get_origin
 
 from .errors import Eagle3Error
 from .provenance import project_path, short_path
@@ -54,8 +54,10 @@ class Answer:
         return [False] * len(self.prompt_ids) + [True] * len(self.output_ids)
 
 
-FIELDS = {f.name: get_origin(f.type) or f.type for f in fields(Answer)}
-REQUIRED = {f.name: FIELDS[f.name] for f in fields(Answer) if f.default is MISSING and f.default_factory is MISSING}
+FIELDS: dict[str, Any] = {f.name: get_origin(f.type) or f.type for f in fields(Answer)}
+REQUIRED: dict[str, Any] = {
+    f.name: FIELDS[f.name] for f in fields(Answer) if f.default is MISSING and f.default_factory is MISSING
+}
 
 
 def read_lines(path: Path, expected: dict[str, type]) -> list[dict]:

@@ -120,7 +120,7 @@ def _causal(query: Tensor, keys: Tensor, values: Tensor, scale: float, documents
     if _flash(query):
         return _flash_forward(query, keys, values, scale, documents)
     kernel = _cpu_flash_forward if query.device.type == "cpu" else _blockwise_forward
-    parts = [kernel(*text, scale) for text in _texts(documents, query, keys, values)]
+    parts = [kernel(q, k, v, scale) for q, k, v in _texts(documents, query, keys, values)]
     return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2), None
 
 
@@ -129,7 +129,8 @@ def _causal_backward(grad, query, keys, values, out, lse, rng, scale, documents)
         return _flash_backward(grad, query, keys, values, out, lse, rng, scale, documents)
     kernel = _cpu_flash_backward if query.device.type == "cpu" else _blockwise_backward
     texts = _texts(documents, grad, query, keys, values, out, lse)
-    return tuple(torch.cat(parts, 2) for parts in zip(*(kernel(*text, scale) for text in texts), strict=True))
+    gradients = zip(*(kernel(*text, scale) for text in texts), strict=True)  # type: ignore[call-arg]
+    return tuple(torch.cat(parts, 2) for parts in gradients)
 
 
 def _texts(documents: Documents | None, *tensors: Tensor) -> list[tuple[Tensor, ...]]:

@@ -459,8 +459,7 @@ def run(params) -> dict:
         findings = check(folder, target_config, engine, version, params.max_model_len, runner, target_folder)
         findings += target_side(folder, target_folder, config)
         findings += strict(folder, target, findings)
-        if is_installed(engine, version):
-            tree = gates.source_tree(engine)
+        if is_installed(engine, version) and (tree := gates.source_tree(engine)):
             findings += gates.check(tree, target_config, f"{engine} {version}", config.latent is not None)
         findings.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
         report = {

@@ -22,7 +22,7 @@ from . import checkpoint, engines, targets
 from .engines.base import interpreter, log_tail
 from .errors import Eagle3Error
 from .process import end_group
-from .provenance import ROOT
+from .provenance import ROOT, short_path
 from .replay import RESIDUAL, Features, capture, choices
 
 Backend = Callable[[list[list[int]]], Iterable[Features]]
@@ -99,6 +99,7 @@ def vllm_backend(wanted: Wanted) -> Iterator[Backend]:
             )
 
         def answer() -> list[str]:
+            assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
                 raise Eagle3Error(f"vLLM's extraction ended.\n{log_tail(log)}")
@@ -141,7 +142,12 @@ class Tail:
                 f"target: found model_type {config.model_type!r}; expected one with a plain RMSNorm at its end"
             )
         dtype = getattr(torch, wanted.dtype)
-        self.norm = checkpoint.read_tensor(wanted.folder, "model.norm.weight").to(wanted.device, dtype)
+        norm = checkpoint.read_tensor(wanted.folder, "model.norm.weight")
+        if norm is None:
+            raise Eagle3Error(
+                f"{short_path(wanted.folder)}: found no tensor *model.norm.weight; expected the final norm"
+            )
+        self.norm = norm.to(wanted.device, dtype)
         self.head = targets.embedding_and_head(wanted.folder)[1].to(wanted.device, dtype)
         self.eps, self.wanted = config.rms_norm_eps, wanted
         self.draft_ids = None if wanted.draft_ids is None else wanted.draft_ids.to(wanted.device)

@@ -117,8 +117,7 @@ def cross_check(requests: list[dict], before: dict | None, after: dict | None) -
         equal += steps == request["histogram"]
     counted = None
     if after:
-        zero = {"rounds": 0, "accepted": [0] * len(after["accepted"])}
-        start = before or zero
+        start: dict = before or {"rounds": 0, "accepted": [0] * len(after["accepted"])}
         counted = {
             "rounds": after["rounds"] - start["rounds"],
             "accepted": [a - b for a, b in zip(after["accepted"], start["accepted"], strict=True)],

@@ -18,6 +18,7 @@ from typing import Annotated
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -315,7 +316,7 @@ def parse_config(
     return config, notes
 
 
-def _explain(fault: dict, where: str) -> str:
+def _explain(fault: ErrorDetails, where: str) -> str:
     field = ".".join(map(str, fault["loc"]))
     if fault["type"] == "missing":
         return f"{where}: field {field} is missing"

@@ -319,7 +319,7 @@ def judge_together(verdicts: list[Verdict]) -> dict:
         kinds = "; ".join(f"{verdict.drafter}: {verdict.kind}" for verdict in verdicts)
         return {"kind": HEALTHY, "sentence": f"No sign of an engine fault ({kinds}).", "faults": []}
     shared = set.intersection(*({v.fault, *v.ties} - {None} for v in faulty)) if faulty else set()
-    order = [name for name in (faulty[0].fault, *faulty[0].ties) if name in shared]
+    order = [name for name in (faulty[0].fault, *faulty[0].ties) if name is not None and name in shared]
     if len(faulty) == 1:
         return {"kind": faulty[0].kind, "sentence": faulty[0].sentence, "faults": order}
     if order:

@@ -142,6 +142,7 @@ class LatentAttention(Attention):
 
     def __init__(self, config: DrafterConfig, inputs: int):
         nn.Module.__init__(self)
+        assert config.latent is not None
         sizes, heads, eps = config.latent, config.num_attention_heads, config.rms_norm_eps
         self.sizes, self.scale = sizes, sizes.qk_head_dim**-0.5 * yarn_mscale(config.rope_parameters) ** 2
         self.q_a_proj = nn.Linear(inputs, sizes.q_lora_rank, bias=False)

@@ -76,7 +76,7 @@ class Fault:
 # ---------------------------------------------------------------------------------------------- changes of the drafter
 
 
-def variant(drafter: Drafter, weights: dict[str, Tensor] | None = None, **config) -> Drafter:
+def variant(drafter: Drafter, weights: dict[str, Tensor] | None = None, /, **config) -> Drafter:
     """A drafter that shares all tensors with ``drafter`` but the ones given, under a changed config."""
     new = _shallow(drafter)
     new.config = drafter.config.with_(**config)
@@ -119,7 +119,7 @@ def with_drafter(**config) -> Change:
 def with_weights(make: Callable[[Drafter, TargetParts], dict[str, Tensor] | None]) -> Change:
     def change(setup: Setup, parts: TargetParts) -> Setup | None:
         weights = make(setup.drafter, parts)
-        return weights and replace(setup, drafter=variant(setup.drafter, weights))
+        return replace(setup, drafter=variant(setup.drafter, weights)) if weights else None
 
     return change
 
@@ -195,8 +195,10 @@ def dropped(place: int) -> Change:
 
 
 def last_normed(setup: Setup, parts: TargetParts) -> Setup | None:
-    *others, (_, k) = setup.sources
-    return replace(setup, sources=(*others, (NORMED, k)), final_norm=parts.final_norm) if k == parts.layers else None
+    *others, last = setup.sources
+    if last is None or last[1] != parts.layers:
+        return None
+    return replace(setup, sources=(*others, (NORMED, last[1])), final_norm=parts.final_norm)
 
 
 def last_hidden_only(setup: Setup, parts: TargetParts) -> Setup | None:

@@ -18,6 +18,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -101,7 +102,8 @@ def write_shard(path: Path, samples: list[dict[str, Tensor]]) -> tuple[int, str]
     text += b" " * (-len(text) % ALIGNMENT)
     digest = hashlib.sha256()
     with path.open("wb") as file, ThreadPoolExecutor(1) as hashing:
-        for piece in (len(text).to_bytes(8, "little") + text, *(_raw(s[name]) for name in header for s in samples)):
+        head: bytes | memoryview = len(text).to_bytes(8, "little") + text
+        for piece in (head, *(_raw(s[name]) for name in header for s in samples)):
             hashed = hashing.submit(digest.update, piece)
             file.write(piece)
             hashed.result()
@@ -302,7 +304,8 @@ class Online:
     """Features computed where they are read: the target is loaded at the first sample."""
 
     def __init__(self, key: dict):
-        self.key, self.target, self.texts = key, None, {}
+        self.key, self.texts = key, {}
+        self.target: Any = None
 
     def sample(self, entry: dict, rows: slice) -> Sample:
         from . import targets

@@ -152,9 +152,9 @@ def _vllm_registry(tree: Path, only: str = "") -> dict[str, tuple[str, str]]:
             continue
         for key, value in zip(node.value.keys, node.value.values, strict=True):
             if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple):
-                entry = [element.value for element in value.elts if isinstance(element, ast.Constant)]
+                entry = [str(element.value) for element in value.elts if isinstance(element, ast.Constant)]
                 if len(entry) >= 2:
-                    found[key.value] = (entry[0], entry[1])
+                    found[str(key.value)] = (entry[0], entry[1])
     return found
 
 

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from itertools import count, islice
@@ -177,6 +177,7 @@ def _reply(endpoints, messages, tools, settings, params, failures: Counter, firs
             except FAILURES as error:
                 failures[failure_kind(error)] += transient(error)
                 raise
+    raise AssertionError("the last try has returned or raised")
 
 
 def _chat(endpoint: Endpoint, body: dict) -> dict:
@@ -207,7 +208,8 @@ def _whole(reply: dict) -> dict:
 
 def _joined(lines: Iterable[str]) -> dict:
     """A streamed reply put together."""
-    message, prompt_ids, output_ids, reason = {"tool_calls": []}, None, [], None
+    message: dict = {"tool_calls": []}
+    prompt_ids, output_ids, reason = None, [], None
     for line in lines:
         if not line.startswith("data: {"):
             continue
@@ -286,7 +288,7 @@ class IdSource:
                 self.tokenizer = targets.load_tokenizer(self.folder)
         stopped = answer.finish_reason != "length"
         ids = reasoning.from_template(self.tokenizer, messages, tools, said, stopped, **options)
-        found = reasoning.capture(said, *ids, self.tokens) if self.tokens else None
+        found = reasoning.capture(said, ids[0], ids[1], self.tokens) if self.tokens else None
         return replace(
             answer,
             prompt_ids=ids[0],
@@ -525,7 +527,7 @@ class Summary:
         self.splits, self.reasons, self.rendered, self.lengths = Counter(), Counter(), Counter(), Counter()
         self.ids_from, self.servers = Counter(), Counter()
 
-    def counted(self, lines: Iterable[tuple[dict, list[Answer]]], drop: list[str]) -> Iterator[Answer]:
+    def counted(self, lines: Iterable[tuple[dict, list[Answer]]], drop: Collection[str]) -> Iterator[Answer]:
         """The answers that are kept; every flaw is counted, whether it drops the answer or not."""
         for line, answers in lines:
             self.failures.update(line["failures"])

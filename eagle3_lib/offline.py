@@ -96,7 +96,7 @@ def rounds(
             command = [sys.executable, "-c", CHILD, str(work / "case.json")]
             child = subprocess.Popen(command, env=os.environ | ENV, stdout=sink, stderr=sink, start_new_session=True)
             try:
-                failed = child.wait(timeout_s)
+                failed: int | str = child.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 failed = f"not done in {timeout_s} s"
             finally:

@@ -50,7 +50,9 @@ def compare(
         cosine = torch.nn.functional.cosine_similarity(values, same, dim=-1).min().item()
         agrees = errors[boundary] <= limit and cosine >= LEAST_COSINE
         largest = (values - same).abs().max().item()
-        rows.append(Agreement(boundary, largest, errors[boundary], cosine, min(errors, key=errors.get), agrees))
+        rows.append(
+            Agreement(boundary, largest, errors[boundary], cosine, min(errors, key=lambda k: errors[k]), agrees)
+        )
     return rows
 
 
