@@ -45,6 +45,17 @@ def speculative_arguments(speculation: Speculation) -> list[str]:
     return [word for name, value in words.items() for word in (f"--speculative-{name}", str(value))]
 
 
+def arguments(params: Serving, folder: Path, port: int, speculation: Speculation) -> list[str]:
+    """Command-line arguments after the entry point."""
+    return [
+        *("--model-path", str(folder), "--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", params.dtype, "--context-length", str(params.max_model_len)),
+        *(["--disable-cuda-graph"] if params.eager else []),
+        *speculative_arguments(speculation),
+        *params.engine_args,
+    ]
+
+
 @contextlib.contextmanager
 def serve(
     params: Serving,
@@ -56,14 +67,8 @@ def serve(
     """Serve the target in ``folder`` for the length of a ``with`` block; see :func:`eagle3_lib.engines.vllm.serve`."""
     version, _ = installed(params.engine_python)
     port = pick_port(params.port)
-    command = [
-        *(interpreter(params.engine_python), "-m", "sglang.launch_server", "--model-path", str(folder)),
-        *("--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port), "--dtype", params.dtype),
-        *("--context-length", str(params.max_model_len)),
-        *(["--disable-cuda-graph"] if params.eager else []),
-        *speculative_arguments(speculation),
-        *params.engine_args,
-    ]
+    command = [interpreter(params.engine_python), "-m", "sglang.launch_server"]
+    command += arguments(params, folder, port, speculation)
     server = Server(f"http://127.0.0.1:{port}", "target", "sglang", version, stall_s=params.stall_timeout_s)
     with launch(command, {"HF_HUB_OFFLINE": "1"}, log, server, params.start_timeout_s) as running:
         yield running
