@@ -4,6 +4,7 @@ A notebook's parameters cell holds the names and defaults of its stage's model; 
 ``Model.from_notebook(globals())``, which refuses unknown names and wrong values. A params file gives the run's name, a
 ``shared`` section for settings of several stages, the ``drafters`` (name: folder) and ``engines`` (names, or name:
 settings such as engine, engine_python, engine_args) of the run, and one section per stage. Other fields may stand in braces inside a text: ``runs/{run}/train``.
+``expect`` holds figures to hold the run against; :mod:`eagle3_lib.plan` reads it.
 """
 
 import ast
@@ -350,7 +351,7 @@ class Run:
             raise Eagle3Error(f"{where}: not YAML: {error}") from error
         if not isinstance(raw, dict):
             raise Eagle3Error(f"{where}: found {type(raw).__name__}, expected sections")
-        known = {"run", "shared", "drafters", "engines", *STAGES}
+        known = {"run", "shared", "drafters", "engines", "expect", *STAGES}
         if unknown := sorted(map(str, raw.keys() - known)):
             raise Eagle3Error(
                 f"{where}: unknown section {', '.join(unknown)}; expected some of {', '.join(sorted(known))}"
