@@ -1,13 +1,14 @@
 """Notebooks are thin, alike, and hold the parameters of their stage's model."""
 
 import ast
+import itertools
 
 import nbformat
 import papermill
 import pytest
 import yaml
 
-from eagle3_lib.params import STAGES
+from eagle3_lib.params import STAGES, Run
 from eagle3_lib.provenance import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -46,8 +47,39 @@ def test_notebooks_are_thin_and_clean(path):
             assert len(cell.source.splitlines()) <= 25
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_opens_and_ends_as_a_reader_expects(path):
+    cells = nbformat.read(path, 4).cells
+    for word in ("**Inputs**", "**Outputs**", "**Run time**", "**Expect**"):
+        assert word in cells[0].source, word
+    assert [cell.metadata.get("tags") for cell in cells].index(["parameters"]) == 1
+    assert f"{STAGES[STAGE_OF[path.stem]].__name__}.from_notebook(globals())" in cells[2].source
+    assert cells[-1].source.startswith("## What you should see\n\n") and "\n\n**Next**: " in cells[-1].source
+    following = f"{int(path.stem[:2]) + 1:02} "
+    assert f"**Next**: {following}" in cells[-1].source or path == NOTEBOOKS[-1]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_sentence_stands_before_each_step(path):
+    cells = nbformat.read(path, 4).cells
+    for before, cell in itertools.pairwise(cells[2:]):
+        if cell.cell_type == "code":
+            last = before.source.strip().splitlines()[-1]
+            assert before.cell_type == "markdown" and not last.startswith("#"), f"before {cell.source[:60]!r}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_figure_has_a_caption_an_alternative_text_and_its_data(path):
+    cells = [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
+    calls = [node for source in cells for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    for call in calls:
+        if ast.unparse(call.func) == "plots.show":
+            assert len(call.args) == 5, f"figure, caption, alternative text, place, rows: {ast.unparse(call)[:100]}"
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "params").glob("*.yaml")), ids=lambda path: path.stem)
 def test_params_files_resolve(path):
-    from eagle3_lib.params import Run
-
-    assert Run(path).name == yaml.safe_load(path.read_text())["run"]
+    run = Run(path)
+    assert run.name == yaml.safe_load(path.read_text())["run"]
+    for stage, model in STAGES.items():
+        assert set(run.flat(stage)) == set(model.model_fields), "what papermill gets is what the notebook's cell holds"
