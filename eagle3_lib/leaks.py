@@ -76,8 +76,9 @@ def refuse(text: str, where: str, allow: tuple[str, ...] = ()) -> None:
     """
     found = [f"{where}: shows {leak.kind}: {leak.shown} (line {leak.line})" for leak in find(text, allow)]
     if found:
-        more = f"\nand {len(found) - 10} more" if len(found) > 10 else ""
-        raise Eagle3Error("\n".join(found[:10]) + more)
+        more = [f"and {len(found) - 10} more"] if len(found) > 10 else []
+        hint = "What is harmless passes with: python -m eagle3_lib.publish NAME --allow TEXT"
+        raise Eagle3Error("\n".join([*found[:10], *more, hint]))
 
 
 def refuse_folder(folder: Path, called: str, allow: tuple[str, ...] = ()) -> int:
