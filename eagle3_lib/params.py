@@ -121,11 +121,13 @@ class PreflightParams(Stage):
 
 
 class ProfileParams(Serving):
-    """02: one plain decode under the engine's torch profiler."""
+    """02: one decode under the engine's torch profiler; plain, or with a drafter's folder in ``drafter``."""
 
     out: str = "runs/{run}/profile"
     prompt: str = "Explain in a few sentences why the sky is blue."
-    decode_tokens: int = Field(16, ge=1)
+    decode_tokens: int = Field(16, ge=2)
+    drafter: str = ""
+    num_speculative_tokens: int = Field(4, ge=1)
 
 
 class Sampling(BaseModel):
