@@ -22,8 +22,9 @@ demo-broken: demo
 publish: .venv/ready
 	$(BIN)/python -m eagle3_lib.publish $(RUN)
 
+# Jupyter refuses root without --allow-root, and in a container everybody is root.
 lab: .venv/ready
-	$(BIN)/jupyter lab --notebook-dir .
+	$(BIN)/jupyter lab --notebook-dir . $(if $(filter 0,$(shell id -u)),--allow-root)
 
 test: .venv/ready
 	$(BIN)/python -m pytest

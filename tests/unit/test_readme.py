@@ -21,6 +21,12 @@ def test_the_measured_table_is_made_from_its_data():
     assert readme.written(README) == readme.table(), "run python benchmarks/readme.py"
 
 
+def test_the_demo_takes_as_long_as_the_readme_says():
+    low, high = map(int, re.search(r"(\d+) to (\d+) minutes after the installation", README).groups())
+    report = json.loads((ROOT / "reports" / "quickstart" / "report.json").read_text())
+    assert 60 * low <= sum(stage["seconds"] for stage in report["stages"]) <= 60 * high
+
+
 def test_every_result_says_how_it_was_made():
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         made = json.loads(path.read_text())
