@@ -16,7 +16,8 @@ from torch import Tensor
 from .attention import Documents
 from .features import Sample
 
-Job, Read = TypeVar("Job"), TypeVar("Read")
+Job = TypeVar("Job")
+Read = TypeVar("Read")
 
 
 @dataclass
@@ -55,7 +56,8 @@ class Pass:
         move = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
         documents = Documents(self.documents.lengths, move(self.documents.bounds))
         names = ("likeliest", "last_hidden", "slots", "inside")
-        labels = Labels(*(move(getattr(self.labels, name)) for name in names), self.labels.counted, self.labels.taught)
+        moved = {name: move(getattr(self.labels, name)) for name in names}
+        labels = Labels(**moved, counted=self.labels.counted, taught=self.labels.taught)
         return Pass(move(self.fused), move(self.token_ids), documents, labels)
 
 
