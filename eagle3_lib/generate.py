@@ -366,7 +366,11 @@ def _servers(params: GenerateParams, out: Path) -> Iterator[list[Endpoint]]:
     from . import targets
 
     with engines.serve(params, targets.resolve(params.target), out / "server.log") as server:
-        yield [Endpoint(_client(server.url, params), server.model, f"{server.engine} {server.version}")]
+        name = f"{server.engine} {server.version}"
+        if server.engine == "vllm":
+            yield [Endpoint(_client(server.url, params), server.model, name)]
+        else:  # whether it knows return_token_ids must be asked
+            yield [replace(_endpoint(server.url, params), name=name)]
 
 
 def _client(url: str, params: GenerateParams) -> httpx.Client:

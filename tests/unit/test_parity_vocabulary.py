@@ -1,7 +1,7 @@
 """Backends held against one another, the draft vocabulary, and stage 04 as a whole on a tiny target."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -184,6 +184,20 @@ def test_the_last_boundary_after_the_norm_is_named(streams, tiny):
     found = {LAYERS: tiny[1].model.norm(streams[LAYERS] * 3)}
     with pytest.raises(Eagle3Error, match=f"boundary {LAYERS}:"):
         parity.demand(parity.compare(found, streams, "float32"), "transformers", "vllm")
+
+
+def test_a_long_extraction_does_not_start_where_backends_differ(tiny, tmp_path, monkeypatch):
+    notes = extract.run(params_for(tiny, tmp_path / "same", parity_with="transformers"))
+    assert [row["relative_error"] for row in notes["parity"]["boundaries"]] == [0.0, 0.0, 0.0]
+    assert json.loads((tmp_path / "same" / "parity.json").read_text()) == notes["parity"]
+
+    def late(wanted):  # hands over the stream one layer further than asked for
+        return extract.BACKENDS["transformers"](replace(wanted, boundaries=tuple(k + 1 for k in wanted.boundaries)))
+
+    monkeypatch.setitem(extract.BACKENDS, "vllm", late)
+    with pytest.raises(Eagle3Error, match=r"boundary 3: .*has at boundary 4: off by one"):
+        extract.run(params_for(tiny, tmp_path / "other", backend="vllm", parity_with="transformers"))
+    assert not list((tmp_path / "other").glob("shard-*"))
 
 
 # --- vocabulary -------------------------------------------------------------------------------------------------------
