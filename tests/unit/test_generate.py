@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pyarrow.parquet
 import pytest
@@ -242,6 +243,18 @@ def test_wrong_prompts_are_named(tmp_path, row, words):
     path = write_lines(tmp_path / "p.jsonl", [{"prompt": "a"}, row])
     with pytest.raises(Eagle3Error, match=words):
         prompts.read(path)
+
+
+def test_a_data_set_is_read_by_the_datasets_library(monkeypatch):
+    asked = []
+
+    def load_dataset(name, split, streaming):
+        asked.append((name, split, streaming))
+        return iter([{"prompt": "a"}, {"messages": [{"role": "user", "content": "b"}], "tools": None}])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert [c.first_prompt for c in prompts.read("datasets:some/set:test")] == ["a", "b"]
+    assert asked == [("some/set", "test", True)]
 
 
 def test_a_data_set_without_the_datasets_library(monkeypatch):

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 from eagle3_lib import generate, reasoning
 from eagle3_lib.answers import iter_answers
 from eagle3_lib.reasoning import Spoken, parse
+from eagle3_lib.targets import load_tokenizer
 
 RECORD = json.loads((Path(__file__).parents[1] / "data" / "reasoning_replies.json").read_text())
 REPLIES = RECORD["replies"]
@@ -95,6 +96,31 @@ def test_a_thought_that_a_tool_call_ends(thinking_target):
     found = reasoning.capture(Spoken("I need the tool.", "", "reasoning_content"), [1], ids, tokens)
     assert tokens.decode(ids[: found.span[1]]).startswith("<think>I need the tool") and found.span[1] < len(ids)
     assert found.rendered == "no"  # the call is not in the text, so the ids are what counts
+
+
+TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content %}<think>
+{{ m.reasoning_content.strip() }}
+</think>
+
+{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_without_ids_the_targets_template_gives_them(target_folder, thinking, stopped):
+    tokenizer = load_tokenizer(target_folder)
+    tokenizer.chat_template = TEMPLATE
+    said = Spoken("First this.", "Then that.", "reasoning_content")
+    options = {"enable_thinking": True} if thinking else {}
+    ids = reasoning.from_template(tokenizer, [{"role": "user", "content": "q"}], [], said, stopped, **options)
+    prompt = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids[0]) == prompt + ("<think>\n" if thinking else "")
+    whole = prompt + "<think>\nFirst this.\n</think>\n\nThen that." + ("<|im_end|>" if stopped else "")
+    assert tokenizer.decode(ids[0] + ids[1]) == whole
 
 
 def test_the_prompt_may_open_the_thought():
