@@ -15,16 +15,11 @@ from tempfile import TemporaryDirectory
 
 from eagle3_lib import audit, gates
 from eagle3_lib.errors import Eagle3Error
+from eagle3_lib.known_configs import known_config
 from eagle3_lib.provenance import ROOT, write_json
 
-KIMI_K25 = {  # the fields of its config.json that the gates read
-    "architectures": ["KimiK25ForConditionalGeneration"],
-    "model_type": "kimi_k25",
-    "media_placeholder_token_id": 163605,
-    "text_config": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2"},
-}
 TARGETS = {
-    "Kimi-K2.5": KIMI_K25,
+    "Kimi-K2.5": known_config("Kimi-K2.5"),
     "Llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "Qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
 }

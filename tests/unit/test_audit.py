@@ -11,21 +11,10 @@ from test_checkpoint_formats import BASE, MLA, TARGET, drafter_of, stored
 
 from eagle3_lib import audit, checkpoint, export, gates
 from eagle3_lib.errors import Eagle3Error
+from eagle3_lib.known_configs import known_config
 
 IDS = checkpoint.IDS
-KIMI = {  # the fields of Kimi-K2.5's config.json that an engine's gates read
-    "architectures": ["KimiK25ForConditionalGeneration"],
-    "model_type": "kimi_k25",
-    "media_placeholder_token_id": 163605,
-    "text_config": {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "kimi_k2",
-        "num_hidden_layers": 61,
-        "hidden_size": 7168,
-        "vocab_size": 163840,
-        "n_routed_experts": 384,
-    },
-}
+KIMI = known_config("Kimi-K2.5")
 KIMI_DRAFTER = BASE.with_(
     hidden_size=7168, target_hidden_size=7168, vocab_size=163840, draft_vocab_size=32000, boundaries=(2, 30, 58)
 )
