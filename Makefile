@@ -3,6 +3,7 @@
 # make lab      the notebooks in JupyterLab
 # make test     every test that needs no GPU
 # make run RUN=NAME   the pipeline of params/NAME.yaml
+# make plan RUN=NAME   what that run needs and what of it would fail, without a GPU or weights
 # make publish RUN=NAME   the pages of an executed run in reports/, and their index
 # make lint     style, types, notebooks, Snakefile, README's table
 PYTHON ?= python3.11
@@ -11,13 +12,16 @@ BIN := .venv/bin
 TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo demo-broken run publish lab test lint
+.PHONY: demo demo-broken run plan publish lab test lint
 demo: RUN := quickstart
 demo run: .venv/ready
 	$(BIN)/python workflow/run.py $(RUN)
 
 demo-broken: demo
 	$(BIN)/python workflow/run.py broken_engine
+
+plan: .venv/ready
+	$(BIN)/python -m eagle3_lib.plan $(RUN)
 
 publish: .venv/ready
 	$(BIN)/python -m eagle3_lib.publish $(RUN)
