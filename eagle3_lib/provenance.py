@@ -112,14 +112,14 @@ def hardware() -> dict:
 
 
 def gpus() -> list[dict]:
-    """Name, memory (GiB, total and free), driver and compute capability of each NVIDIA GPU; [] without a driver."""
+    """Name, memory (GiB, total and free), driver, its CUDA and compute capability of each NVIDIA GPU; [] without a driver."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return []
-    found = []
+    found, cuda = [], pynvml.nvmlSystemGetCudaDriverVersion()
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
@@ -130,6 +130,7 @@ def gpus() -> list[dict]:
                 "free_gib": round(memory.free / 2**30, 1),
                 "compute_capability": ".".join(map(str, pynvml.nvmlDeviceGetCudaComputeCapability(handle))),
                 "driver": pynvml.nvmlSystemGetDriverVersion(),
+                "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
             }
         )
     pynvml.nvmlShutdown()

@@ -5,6 +5,7 @@ One module an engine, all with ``installed``, ``serve``, ``complete``, ``counter
 
 import httpx
 
+from .. import fit
 from . import sglang, vllm
 from .base import PLAIN, Completion, Server, Speculation
 
@@ -12,7 +13,12 @@ MODULES = {"vllm": vllm, "sglang": sglang}
 
 
 def serve(params, folder, log, speculation: Speculation = PLAIN, profile_dir=None):
-    """Serve a target for the length of a ``with`` block, by the engine that ``params.engine`` names."""
+    """Serve a target for the length of a ``with`` block, by the engine that ``params.engine`` names.
+
+    What does not fit the GPUs is printed first, with its remedy; the engine itself has the last word.
+    """
+    if findings := fit.before_launch(params, folder, speculation):
+        print(fit.told(findings), flush=True)
     return MODULES[params.engine].serve(params, folder, log, speculation, profile_dir)
 
 

@@ -1,0 +1,237 @@
+"""Does an engine fit this machine's GPUs: its compiled code, torch's CUDA and the driver, and the memory.
+
+Collected before a server starts, so that a miss costs seconds and not a load: each comes with the command that mends it.
+Checks are functions of facts; without a GPU there is nothing to check.
+"""
+
+import json
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import fit_probe, provenance
+from .engines.base import Speculation, interpreter
+from .errors import Eagle3Error
+from .findings import Finding
+from .params import PreflightParams, Serving
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FLOATS = {"F32", "F16", "BF16"}  # safetensors' names; the engine casts these to its dtype, others stay as stored
+STORED_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}  # others: one byte
+# vLLM's --gpu-memory-utilization (config/cache.py, 0.9) and SGLang's --mem-fraction-static, which it computes from the
+# GPU's size; the default here is a usual outcome.
+SHARE = {"vllm": 0.9, "sglang": 0.85}
+SHARE_OPTION = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
+TENSOR_PARALLEL = ("-tp", "--tensor-parallel-size", "--tp-size", "--tp")
+SGL_KERNELS = ("sgl-kernel", "sglang-kernel")
+
+
+def collect(python: str = "") -> dict | None:
+    """The facts: GPUs and driver as NVML tells them, torch and kernel packages as the engine's interpreter has them.
+
+    Args:
+        python: the interpreter that has the engine; "" is this one.
+    Returns:
+        {"gpus", "torch", "kernels"} (see :mod:`eagle3_lib.fit_probe`), None without a GPU.
+    Raises:
+        Eagle3Error: the interpreter does not run.
+    """
+    gpus = provenance.gpus()
+    if not gpus:
+        return None
+    try:
+        command = [interpreter(python), str(Path(fit_probe.__file__))]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Eagle3Error(f"engine_python: {interpreter(python)!r} does not run: {error}") from error
+    return {"gpus": gpus, **json.loads(done.stdout)}
+
+
+def code_findings(facts: dict) -> list[Finding]:
+    """What is wrong between driver, torch, kernel packages and GPUs.
+
+    Args:
+        facts: of :func:`collect`.
+    """
+    torch, gpus = facts["torch"], facts["gpus"]
+    if torch is None:
+        return [_fails("torch", "the engine's interpreter has no torch", "install the engine there")]
+    if torch["cuda"] is None:
+        command = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
+        return [_fails("torch without CUDA", f"torch {torch['version']} is a build without CUDA", command)]
+    found = list(_driver(torch, gpus[0]))
+    for capability in sorted({gpu["compute_capability"] for gpu in gpus}):
+        built = _torch_code(torch["architectures"])
+        if not runs_on(capability, built):
+            what = f"torch {torch['version']} has code for {_names(built)}, the GPU needs {capability}"
+            found.append(_fails("torch has no code for this GPU", what, "pip install --upgrade torch"))
+        for package in facts["kernels"]:
+            found += _kernels(package, capability)
+    return found
+
+
+def _driver(torch: dict, gpu: dict) -> Iterator[Finding]:
+    """A driver runs any CUDA of its own major version and of older ones (CUDA's minor version compatibility)."""
+    driver, wanted = _pair(gpu["cuda"]), _pair(torch["cuda"])
+    what = f"driver {gpu['driver']} is for CUDA {gpu['cuda']}, torch {torch['version']} for CUDA {torch['cuda']}"
+    wheels = f"https://download.pytorch.org/whl/cu{driver[0]}{driver[1]}"
+    remedy = f"a newer driver, or an engine whose torch is built for CUDA {driver[0]} (pip install torch --index-url {wheels})"
+    if driver[0] < wanted[0]:
+        yield _fails("driver older than CUDA", what, remedy)
+    elif driver < wanted:
+        why = "; machine code runs, PTX does not"
+        yield Finding("note", "driver older than CUDA", what + why, "NVML; the engine's torch", remedy)
+
+
+def _torch_code(architectures: list[str]) -> dict[str, list[str]]:
+    """torch's names, such as sm_90 (machine code), sm_90a and compute_120 (PTX), as :func:`runs_on` wants them."""
+    built: dict[str, list[str]] = {"sm": [], "ptx": []}
+    for name in architectures:
+        kind, number = name.split("_", 1)
+        built["ptx" if kind == "compute" else "sm"].append(fit_probe.capability(int(number.rstrip("af"))))
+    return built
+
+
+def _kernels(package: dict, capability: str) -> Iterator[Finding]:
+    name, files = package["package"], package["files"]
+    missing = sorted(file for file, built in files.items() if not runs_on(capability, built))
+    if not files or not missing:
+        return
+    built = {kind: sorted({c for f in missing for c in files[f][kind]}, key=_pair) for kind in ("sm", "ptx")}
+    what = f"{name} {package['version']}: {', '.join(missing)}: code for {_names(built)}, the GPU needs {capability}"
+    source = f"{name} {package['version']}, fat binaries of its libraries"
+    if len(missing) < len(files):  # kernels of one architecture in a library of their own, beside the general one
+        yield Finding(
+            "note", f"some of {name} has no code for this GPU", what, source, "another backend, if it is asked for"
+        )
+    else:
+        yield Finding("fails", f"{name} has no code for this GPU", what, source, _build_command(package, capability))
+
+
+def _build_command(package: dict, capability: str) -> str:
+    """How to build a kernel package for a GPU."""
+    setting = f"TORCH_CUDA_ARCH_LIST={capability}"
+    if package["package"] in SGL_KERNELS:
+        clone = "git clone https://github.com/sgl-project/sglang && cd sglang/sgl-kernel"
+        return (
+            f"{clone} && {setting} make build MAX_JOBS=8 (in the engine's environment; 48 minutes were seen for SM120)"
+        )
+    return f"{setting} MAX_JOBS=8 pip install --no-build-isolation --no-binary vllm vllm=={package['version']}"
+
+
+def runs_on(capability: str, built: dict[str, list[str]]) -> bool:
+    """Whether code for some architectures runs on a GPU: machine code of its major version and no newer, or older PTX."""
+    gpu = _pair(capability)
+    machine = any(_pair(sm)[0] == gpu[0] and _pair(sm) <= gpu for sm in built["sm"])
+    return machine or any(_pair(ptx) <= gpu for ptx in built["ptx"])
+
+
+def memory_findings(needs: dict, gpus: list[dict], share: float, option: str) -> list[Finding]:
+    """Whether weights, KV cache and drafter fit into what an engine takes of a GPU, and whether that is free.
+
+    Args:
+        needs: of :func:`memory_needs`.
+        gpus: name, memory_gib, free_gib of each GPU.
+        share: of a GPU's memory that the engine takes; option: what sets it.
+    """
+    if needs["gpus"] > len(gpus):
+        what = f"found {len(gpus)} GPUs, tensor parallelism asks for {needs['gpus']}"
+        return [_fails("too few GPUs", what, f"-tp {len(gpus)}")]
+    found, need = [], needs["gpu_gib"]
+    for index, gpu in enumerate(gpus[: needs["gpus"]]):
+        takes = share * gpu["memory_gib"]
+        parts = (
+            f"weights {needs['weights_gib']}, drafter {needs['drafter_gib']}, KV cache of one context {needs['kv_gib']}"
+        )
+        if need > takes:
+            what = (
+                f"GPU {index}: needs {need:.1f} GiB ({parts}, over {needs['gpus']} GPUs), the engine takes {takes:.1f}"
+            )
+            remedy = f"more GPUs (-tp {2 * needs['gpus']}), a shorter max_model_len, or a quantized target"
+            found.append(_fails("does not fit the GPU", what, remedy))
+        elif gpu["free_gib"] < takes:
+            what = f"GPU {index}: the engine takes {takes:.1f} GiB ({share:.0%}), {gpu['free_gib']} are free"
+            lower = int(100 * gpu["free_gib"] / gpu["memory_gib"]) / 100
+            remedy = f"end what holds it (nvidia-smi), or engine_args: [{option}, '{lower:.2f}']"
+            found.append(_fails("GPU memory is not free", what, remedy))
+    return found
+
+
+def memory_needs(params: Serving | PreflightParams, folder: Path, speculation: Speculation) -> dict:
+    """What a server holds at least, in GiB: weights, the drafter's, and the KV cache of one request of full length.
+
+    Returns:
+        {"gpus": of tensor parallelism, "weights_gib", "drafter_gib", "kv_gib": in all, "gpu_gib": on each GPU}.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    text, gpus = config.get("text_config") or config, tensor_parallel(params.engine_args)
+    drafter = weight_bytes(speculation.folder(), params.dtype) if speculation.drafter else 0
+    bytes_of = {"weights": weight_bytes(folder, params.dtype), "drafter": drafter}
+    bytes_of["kv"] = kv_bytes_per_token(text, params.dtype) * params.max_model_len
+    sizes = {f"{name}_gib": round(size / 2**30, 3) for name, size in bytes_of.items()}
+    return {"gpus": gpus, **sizes, "gpu_gib": sum(bytes_of.values()) / 2**30 / gpus}
+
+
+def weight_bytes(folder: Path, dtype: str) -> int:
+    """Bytes of a checkpoint's weights as served: floats in ``dtype``, quantized tensors as stored (safetensors headers)."""
+    total = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                numel = 1
+                for size in tensor["shape"]:
+                    numel *= size
+                stored = STORED_BYTES.get(tensor["dtype"], 1)
+                total += numel * (DTYPE_BYTES[dtype] if tensor["dtype"] in FLOATS else stored)
+    return total
+
+
+def kv_bytes_per_token(text: dict, dtype: str) -> int:
+    """KV cache of one token over all layers: keys and values of each KV head, or the latent of latent attention."""
+    if text.get("kv_lora_rank"):
+        width = text["kv_lora_rank"] + text["qk_rope_head_dim"]
+    else:
+        head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+        width = 2 * (text.get("num_key_value_heads") or text["num_attention_heads"]) * head_dim
+    return text["num_hidden_layers"] * width * DTYPE_BYTES[dtype]
+
+
+def tensor_parallel(engine_args: list[str]) -> int:
+    """The number of GPUs that a model is divided over, from an engine's arguments."""
+    words = [part for word in engine_args for part in word.split("=", 1)]
+    places = [place for place, word in enumerate(words[:-1]) if word in TENSOR_PARALLEL]
+    return int(words[places[-1] + 1]) if places else 1
+
+
+def before_launch(params: Serving | PreflightParams, folder: Path, speculation: Speculation) -> list[Finding]:
+    """All findings of what is about to be served; [] without a GPU."""
+    facts = collect(params.engine_python)
+    if facts is None:
+        return []
+    share, option = SHARE[params.engine], SHARE_OPTION[params.engine]
+    if option in params.engine_args[:-1]:
+        share = float(params.engine_args[params.engine_args.index(option) + 1])
+    needs = memory_needs(params, folder, speculation)
+    return [*code_findings(facts), *memory_findings(needs, facts["gpus"], share, option)]
+
+
+def told(findings: list[Finding]) -> str:
+    """Findings as lines, each with what mends it."""
+    return "\n".join(f"{f.severity}: {f.rule}: {f.what}. Remedy: {f.remedy}" for f in findings)
+
+
+def _fails(rule: str, what: str, remedy: str) -> Finding:
+    return Finding("fails", rule, what, "NVML; the engine's interpreter", remedy)
+
+
+def _pair(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _names(built: dict[str, list[str]]) -> str:
+    return ", ".join([*built["sm"], *(f"PTX {version}" for version in built["ptx"])]) or "no GPU"
