@@ -44,7 +44,8 @@ def test_notebooks_are_thin_and_clean(path):
             assert not cell.outputs and cell.execution_count is None
             kinds = {type(node) for node in ast.walk(ast.parse(cell.source))}
             assert not kinds & {ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef}
-            assert len(cell.source.splitlines()) <= 25
+            # A parameters cell is as long as its model, which test_parameters_are_those_of_the_model sees to.
+            assert len(cell.source.splitlines()) <= 25 or "parameters" in cell.metadata.get("tags", [])
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -1,10 +1,12 @@
 """A headless Chromium spoken to over its DevTools pipe: what a page looks like, what it requests, what axe finds in it.
 
-python tests/pages/browser.py FOLDER      screenshots of every page in reports/, at both widths and in both schemes
+python tests/pages/browser.py FOLDER [REPORTS]     screenshots of every page in reports/ into a folder, at both widths
+                                                   and in both schemes; says what pages request and what axe finds
 """
 
 import base64
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -43,6 +45,10 @@ def install_axe(folder: Path) -> str | None:
     if subprocess.run(command, capture_output=True, cwd=folder).returncode:
         return None
     return (folder / "node_modules" / "axe-core" / "axe.min.js").read_text()
+
+
+def serious(violation: dict) -> bool:
+    return violation["impact"] in ("serious", "critical")
 
 
 class Browser:
@@ -130,16 +136,23 @@ def start(command: str) -> Iterator[Browser]:
             process.wait()
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, reports: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     command = find() or sys.exit(f"no Chromium: looked for {', '.join(NAMES)}")
+    with tempfile.TemporaryDirectory() as work:
+        axe = install_axe(Path(work)) or sys.exit(f"npm did not install {AXE}")
+    faults = []
     with start(command) as browser:
-        for page in sorted((ROOT / "reports").rglob("*.html")):
-            for width in WIDTHS:
-                for scheme in SCHEMES:
-                    browser.open(page, width, scheme)
-                    browser.screenshot(folder / f"{page.parent.name}.{page.stem}.{width}.{scheme}.png")
+        pages = sorted(reports.rglob("*.html"))
+        for page, width, scheme in itertools.product(pages, WIDTHS, SCHEMES):
+            name = f"{page.parent.name}.{page.stem}.{width}.{scheme}"
+            browser.open(page, width, scheme)
+            browser.screenshot(folder / f"{name}.png")
+            faults += [f"{name}: asks for {url}" for url in browser.requests[1:]]
+            faults += [f"{name}: {v['impact']}, {v['id']}: {v['help']}" for v in browser.violations(axe) if serious(v)]
+    print("\n".join(faults) or f"{len(pages)} pages, no request, no serious finding")
+    sys.exit(bool(faults))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else ROOT / "reports")
