@@ -28,10 +28,12 @@ def run(params: BenchmarkParams) -> dict:
     """Measure one mode and write benchmark.json.
 
     Returns:
-        {"schema", "engine", "version", "mode", "target", "load_s", "positions", "evidence": "told" or "chunks", "cross_check",
-        "requests": [{"id", "prompt_ids", "output_ids", "accepted", "drafted", ...}], "timed": [{"concurrency", "repeat",
-        "id", "tokens", "seconds", "first_token_s"}], "waves": [{"concurrency", "repeat", "tokens", "wall_s"}], "summary"}.
-        ``steps`` of a timed request are its decode steps after prefill, rounds where the engine speculates.
+        {"schema", "engine", "version", "mode", "target", "load_s", "clean_room", "positions", "evidence": "told" or
+        "chunks", "cross_check", "requests": [{"id", "prompt_ids", "output_ids", "accepted", "drafted", ...}], "timed":
+        [{"concurrency", "repeat", "id", "tokens", "seconds", "first_token_s"}], "waves": [{"concurrency", "repeat",
+        "tokens", "wall_s"}], "summary"}.
+        ``steps`` of a timed request are its decode steps after prefill, rounds where the engine speculates; clean_room is
+        empty without a GPU.
     Raises:
         Eagle3Error: a drafter that does not fit the target, no held-out prompts, or a server that fails.
     """
@@ -63,6 +65,7 @@ def run(params: BenchmarkParams) -> dict:
             "mode": params.mode,
             "target": params.target,
             "load_s": server.load_s,
+            "clean_room": server.room,
             "positions": 0 if params.mode == "plain" else params.num_speculative_tokens,
             "evidence": "told" if server.tells_rounds else "chunks",
             "cross_check": check,

@@ -145,9 +145,7 @@ def memory_findings(needs: dict, gpus: list[dict], share: float, option: str) ->
             f"weights {needs['weights_gib']}, drafter {needs['drafter_gib']}, KV cache of one context {needs['kv_gib']}"
         )
         if need > takes:
-            what = (
-                f"GPU {index}: needs {need:.1f} GiB ({parts}, over {needs['gpus']} GPUs), the engine takes {takes:.1f}"
-            )
+            what = f"GPU {index}: needs {need:.1f} GiB ({parts}), the engine takes {takes:.1f}"
             remedy = f"more GPUs (-tp {2 * needs['gpus']}), a shorter max_model_len, or a quantized target"
             found.append(_fails("does not fit the GPU", what, remedy))
         elif gpu["free_gib"] < takes:
@@ -162,15 +160,19 @@ def memory_needs(params: Serving | PreflightParams, folder: Path, speculation: S
     """What a server holds at least, in GiB: weights, the drafter's, and the KV cache of one request of full length.
 
     Returns:
-        {"gpus": of tensor parallelism, "weights_gib", "drafter_gib", "kv_gib": in all, "gpu_gib": on each GPU}.
+        {"gpus": of tensor parallelism, "weights_gib", "drafter_gib": in all, "kv_gib", "gpu_gib": on each GPU}.
     """
+    from .memory_plan import kv_bytes_per_token  # here, since it imports torch and transformers
+
     config = json.loads((folder / "config.json").read_text())
     text, gpus = config.get("text_config") or config, tensor_parallel(params.engine_args)
     drafter = weight_bytes(speculation.folder(), params.dtype) if speculation.drafter else 0
-    bytes_of = {"weights": weight_bytes(folder, params.dtype), "drafter": drafter}
-    bytes_of["kv"] = kv_bytes_per_token(text, params.dtype) * params.max_model_len
-    sizes = {f"{name}_gib": round(size / 2**30, 3) for name, size in bytes_of.items()}
-    return {"gpus": gpus, **sizes, "gpu_gib": sum(bytes_of.values()) / 2**30 / gpus}
+    weights, kv = (
+        weight_bytes(folder, params.dtype),
+        kv_bytes_per_token(text, gpus, params.dtype) * params.max_model_len,
+    )
+    sizes = {"weights_gib": weights, "drafter_gib": drafter, "kv_gib": kv, "gpu_gib": (weights + drafter) / gpus + kv}
+    return {"gpus": gpus} | {name: round(size / 2**30, 3) for name, size in sizes.items()}
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:
@@ -188,16 +190,6 @@ def weight_bytes(folder: Path, dtype: str) -> int:
                 stored = STORED_BYTES.get(tensor["dtype"], 1)
                 total += numel * (DTYPE_BYTES[dtype] if tensor["dtype"] in FLOATS else stored)
     return total
-
-
-def kv_bytes_per_token(text: dict, dtype: str) -> int:
-    """KV cache of one token over all layers: keys and values of each KV head, or the latent of latent attention."""
-    if text.get("kv_lora_rank"):
-        width = text["kv_lora_rank"] + text["qk_rope_head_dim"]
-    else:
-        head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-        width = 2 * (text.get("num_key_value_heads") or text["num_attention_heads"]) * head_dim
-    return text["num_hidden_layers"] * width * DTYPE_BYTES[dtype]
 
 
 def tensor_parallel(engine_args: list[str]) -> int:

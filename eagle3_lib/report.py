@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import acceptance, break_even, diagnose, measured
+from . import acceptance, break_even, clean_room, diagnose, measured
 from .errors import Eagle3Error
 from .params import DiagnoseParams
 from .provenance import project_path, short_path, stage, write_json
@@ -71,6 +71,7 @@ def _engine(folder: Path, engine: str, drafters: list[str]) -> dict:
         "latency": {mode: latency(run) for mode, run in runs.items()},
         "step_s": {mode: step_time(runs[mode]) for mode in ("plain", *drafters)},
         "tokens": _tokens(runs, replays),
+        "clean_room": {mode: clean_room.told(run.get("clean_room", {})) for mode, run in runs.items()},
     }
     result["break_even"] = {
         name: break_even.of_run(

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import httpx
 import openai
 import psutil
 
+from .. import clean_room
 from ..errors import Eagle3Error
 from ..process import end_group
 from ..provenance import project_path, short_path
@@ -33,7 +35,8 @@ class Server:
 
     model: the name to ask for; load_s: from launch to the first completion; tells_rounds: each answer carries the accepted
     count of every round. Otherwise rounds are read off the streamed chunks, which holds for one request at a time. stall_s:
-    a request that gets no token for so long has met a hang. log, group: of a server that :func:`launch` started.
+    a request that gets no token for so long has met a hang. log, group: of a server that :func:`launch` started. room: what
+    held the GPUs before and after it (:mod:`eagle3_lib.clean_room`), known when it has ended; empty without a GPU.
     """
 
     url: str
@@ -45,6 +48,7 @@ class Server:
     stall_s: float = 300
     log: Path | None = None
     group: int = 0
+    room: dict = field(default_factory=dict)
 
     def client(self, timeout_s: float = 0) -> openai.OpenAI:
         """The OpenAI client, which waits ``timeout_s`` (0: ``stall_s``) for the next bytes of an answer."""
@@ -176,18 +180,22 @@ def launch(command: list[str], env: dict[str, str], log: Path, server: Server, t
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     supervised = [sys.executable, "-m", "eagle3_lib.process", "--group", *command]
-    started = time.monotonic()
-    with log.open("w") as sink:
-        process = subprocess.Popen(
-            supervised, env=os.environ | env, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
-        )
-    try:
-        _wait_ready(process, server, log, started + timeout_s)
-        yield replace(server, load_s=round(time.monotonic() - started, 1), log=log, group=process.pid)
-    finally:
-        end_group(process)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(2)
+    mark = uuid.uuid4().hex
+    env = os.environ | env | {clean_room.MARK: mark}
+    with clean_room.watched(mark) as room:
+        started = time.monotonic()
+        with log.open("w") as sink:
+            process = subprocess.Popen(
+                supervised, env=env, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
+            )
+        try:
+            _wait_ready(process, server, log, started + timeout_s)
+            load_s = round(time.monotonic() - started, 1)
+            yield replace(server, load_s=load_s, log=log, group=process.pid, room=room)
+        finally:
+            end_group(process)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(2)
 
 
 def _wait_ready(process: subprocess.Popen, server: Server, log: Path, deadline: float) -> None:

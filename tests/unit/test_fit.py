@@ -122,11 +122,6 @@ def test_quantized_tensors_count_as_stored(tmp_path):
     assert fit.weight_bytes(tmp_path, "bfloat16") == 4 * 8 * 2 + 4 * 4 + 10
 
 
-def test_latent_attention_keeps_one_latent_a_token():
-    text = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    assert fit.kv_bytes_per_token(text, "bfloat16") == 61 * 576 * 2
-
-
 @pytest.mark.parametrize(
     "words", [["-tp", "8"], ["--tensor-parallel-size=8"], ["--tp", "8"], ["--eager", "--tp-size", "8"]]
 )
