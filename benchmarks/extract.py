@@ -1,0 +1,172 @@
+"""Stage 04: extraction beside a plain forward pass, the write path beside a sequential write, and random reads.
+
+    python benchmarks/extract.py
+
+Extraction: samples of the quickstart through extract.run (loading the target and checking left out), beside
+`target(ids).logits` on the same padded passes. Write: one shard of 512 MiB in bfloat16 by the store's writer (hashed, on
+the disk, renamed, indexed), beside one buffer of the same bytes written and synced. Read: windows of 512 tokens in random
+order, copied into a batch, after the store was read once. Repeats in turns; medians. Writes benchmarks/results/extract.json.
+"""
+
+import argparse
+import contextlib
+import datetime
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from eagle3_lib import backends, extract, replay, targets
+from eagle3_lib.answers import read_answers, write_parquet
+from eagle3_lib.disk_plan import bytes_per_token
+from eagle3_lib.features import Sample, Store, Writer
+from eagle3_lib.params import ExtractParams
+from eagle3_lib.provenance import hardware, project_path, versions, write_json
+
+BOUNDARIES, HIDDEN = 3, 2048  # of the stores that are written and read
+WINDOW, BATCH = 512, 8
+
+
+def seconds(work) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+@torch.no_grad()
+def forward(target, texts: list[list[int]]) -> None:
+    """What a plain script does: each padded pass through the target, up to its logits."""
+    for group in replay._passes(texts, 4096):
+        rows = [torch.tensor(text) for text in group]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        target(ids, attention_mask=mask, use_cache=False).logits.argmax(-1)
+
+
+def extraction(data: str, samples: int, repeats: int) -> dict:
+    target = targets.load(targets.resolve(targets.SMOLLM2))
+
+    @contextlib.contextmanager
+    def loaded(wanted):
+        yield lambda texts: replay.capture(target, texts, wanted.boundaries, draft_ids=wanted.draft_ids)
+
+    backends.BACKENDS["transformers"] = extract.BACKENDS["transformers"] = loaded
+    with tempfile.TemporaryDirectory() as name:
+        work, answers = Path(name), read_answers(data)[:samples]
+        write_parquet(answers, work / "samples.parquet")
+        texts = sorted((a.prompt_ids + a.output_ids for a in answers), key=len)
+        rates = {"forward": [], "extract": []}
+        forward(target, texts[:8])  # warm-up
+        for repeat in range(repeats):
+            took = seconds(lambda: forward(target, texts))
+            rates["forward"].append(round(sum(map(len, texts)) / took, 1))
+            params = ExtractParams(out=str(work / f"out{repeat}"), data=str(work))
+            notes = extract.run(params)
+            rates["extract"].append(notes["tokens_per_s"])
+    return {
+        "tokens": notes["tokens"],
+        "tokens_per_s": rates,
+        "extract_over_forward": round(statistics.median(rates["extract"]) / statistics.median(rates["forward"]), 3),
+        "bytes_over_plan": round(notes["bytes"] / notes["planned_bytes"], 4),
+    }
+
+
+def samples_of(tokens: int, length: int) -> list[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    fused = torch.randn(length, BOUNDARIES * HIDDEN, generator=generator).bfloat16()
+    last, ids = fused[:, :HIDDEN].contiguous(), torch.arange(length)
+    features = replay.Features(fused, last, ids, draft_mass=torch.ones(length))
+    return [Sample(str(i), "train", 2, ids.tolist(), features) for i in range(tokens // length)]
+
+
+def sequential_write(path: Path, data: memoryview, piece: int = 2**24) -> None:
+    with path.open("wb") as file:
+        for start in range(0, len(data), piece):
+            file.write(data[start : start + piece])
+        file.flush()
+        os.fsync(file.fileno())
+    path.unlink()
+
+
+def writing(repeats: int) -> dict:
+    samples = samples_of(2**29 // bytes_per_token(BOUNDARIES, HIDDEN, "bfloat16"), 1024)
+    rates = {"sequential": [], "store": []}
+    with tempfile.TemporaryDirectory(dir=project_path("runs")) as name:
+        for repeat in range(repeats + 1):
+            writer = Writer(Path(name) / "store", {"repeat": repeat})
+            took = seconds(lambda writer=writer: writer.add_shard(0, samples, torch.bfloat16))
+            (shard,) = writer.shards.values()
+            data = memoryview(bytearray(os.urandom(2**20) * (shard["bytes"] // 2**20 + 1)))[: shard["bytes"]]
+            plain = seconds(lambda data=data: sequential_write(Path(name) / "plain", data))
+            if repeat:  # the first is a warm-up
+                rates["store"].append(round(shard["bytes"] / took / 1e9, 3))
+                rates["sequential"].append(round(shard["bytes"] / plain / 1e9, 3))
+    ratio = statistics.median(rates["store"]) / statistics.median(rates["sequential"])
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    planned = tokens * bytes_per_token(BOUNDARIES, HIDDEN, "bfloat16")
+    return {
+        "shard_bytes": shard["bytes"],
+        "gb_s": rates,
+        "write_over_sequential": round(ratio, 3),
+        "shard_bytes_over_plan": round(shard["bytes"] / planned, 5),
+    }
+
+
+def reading(repeats: int) -> dict:
+    samples = samples_of(2**29 // bytes_per_token(BOUNDARIES, HIDDEN, "bfloat16"), 4096)
+    with tempfile.TemporaryDirectory(dir=project_path("runs")) as name:
+        folder, rates = Path(name), []
+        writer = Writer(folder, {})
+        for number in range(3):
+            writer.add_shard(number, samples, torch.bfloat16)
+        store = Store(folder, verify=True)  # reads it all once
+        windows = [
+            (number, start)
+            for number in range(len(store))
+            for start in range(0, store.entries[number]["tokens"], WINDOW)
+        ]
+        sizes = {"fused": BOUNDARIES * HIDDEN, "last_hidden": HIDDEN}
+        batch = {n: torch.empty(BATCH, WINDOW, w, dtype=torch.bfloat16) for n, w in sizes.items()}
+        for repeat in range(repeats):
+            random.Random(repeat).shuffle(windows)
+
+            def read() -> None:
+                for place, (number, start) in enumerate(windows):
+                    features = store.window(number, start, start + WINDOW).features
+                    batch["fused"][place % BATCH].copy_(features.fused)
+                    batch["last_hidden"][place % BATCH].copy_(features.last_hidden)
+
+            size = sum(t[0].nbytes for t in batch.values()) * len(windows)
+            rates.append(round(size / seconds(read) / 1e9, 2))
+    return {"windows": len(windows), "read_gb_s_of_repeats": rates, "read_gb_s": statistics.median(rates)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="runs/quickstart/generate")
+    parser.add_argument("--samples", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    result = {
+        "command": "python benchmarks/extract.py",
+        "date": datetime.date.today().isoformat(),
+        "hardware": hardware(),
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+        **writing(arguments.repeats),
+        **reading(arguments.repeats),
+        **extraction(arguments.data, arguments.samples, arguments.repeats),
+    }
+    write_json(project_path("benchmarks/results/extract.json"), result)
+    print(f"extraction over a plain forward pass: {result['extract_over_forward']:.2f} (at least 0.9)")
+    print(f"store over a sequential write:        {result['write_over_sequential']:.2f} (at least 0.7)")
+    print(f"random 512-token windows:             {result['read_gb_s']:.1f} GB/s (at least 2)")
+    print(f"bytes over the plan:                  {result['shard_bytes_over_plan']:.4f} (within 1 %)")
+
+
+if __name__ == "__main__":
+    main()
