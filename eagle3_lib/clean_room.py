@@ -48,7 +48,9 @@ def look(nvml: Any = None) -> dict | None:
         tell a process's memory in some containers: gib is None there, and processes of other containers are unseen.
     """
     if nvml is None:
-        import pynvml as nvml
+        import pynvml
+
+        nvml = pynvml
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:

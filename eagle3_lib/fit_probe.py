@@ -63,7 +63,7 @@ def kernels(package: str) -> dict | None:
     files = {}
     for file in distribution.files or []:
         if file.suffix == ".so":
-            found = images(Path(distribution.locate_file(file)))
+            found = images(Path(str(distribution.locate_file(file))))
             if found["sm"] or found["ptx"]:
                 files[str(file)] = found
     return {"package": package, "version": distribution.version, "files": files}

@@ -446,11 +446,11 @@ def _failure_lines(plan: dict) -> list[str]:
             "so vLLM 0.16 needs three patches: one lets the target's type pass, one captures its boundaries, one gives "
             "the drafter an image token. EAGLE3_LIFT_GATES=1 makes them at run time (docs/kimi.md)"
         )
-    faults, where = SEVERITIES[SEVERITIES.index("wrong") :], {}
+    bad, where = SEVERITIES[SEVERITIES.index("wrong") :], {}
     for name, rows in plan["audits"].items():
         for row in rows:
             for fault in row["findings"]:
-                if fault["severity"] in faults:
+                if fault["severity"] in bad:
                     said = f"{fault['severity']}: {fault['what']}; {fault['remedy']}"
                     version = f"{row['engine']} {row['version']} {row['runner']}".strip()
                     where.setdefault((name, said), []).append(version)

@@ -24,7 +24,7 @@ def run(params: PreflightParams) -> dict:
         drafter = loaded.drafter.config
         checkpoint.check_fits(drafter, config, params.drafter, params.target)
         tokens = params.samples * params.tokens_per_sample
-        result = {
+        result: dict = {
             "hardware": hardware(),
             "versions": versions(),
             "engines": {name: _installed(module) for name, module in engines.MODULES.items()},
