@@ -28,8 +28,8 @@ def run(params: BenchmarkParams) -> dict:
     """Measure one mode and write benchmark.json.
 
     Returns:
-        {"schema", "engine", "version", "mode", "target", "load_s", "clean_room", "positions", "evidence": "told" or
-        "chunks", "cross_check", "requests": [{"id", "prompt_ids", "output_ids", "accepted", "drafted", ...}], "timed":
+        {"schema", "engine", "version", "mode", "target", "load_s", "left_out", "clean_room", "positions", "evidence":
+        "told" or "chunks", "cross_check", "requests": [{"id", "prompt_ids", "output_ids", "accepted", "drafted", ...}], "timed":
         [{"concurrency", "repeat", "id", "tokens", "seconds", "first_token_s"}], "waves": [{"concurrency", "repeat",
         "tokens", "wall_s"}], "summary"}.
         ``steps`` of a timed request are its decode steps after prefill, rounds where the engine speculates; clean_room is
@@ -65,6 +65,7 @@ def run(params: BenchmarkParams) -> dict:
             "mode": params.mode,
             "target": params.target,
             "load_s": server.load_s,
+            "left_out": list(server.left_out),
             "clean_room": server.room,
             "positions": 0 if params.mode == "plain" else params.num_speculative_tokens,
             "evidence": "told" if server.tells_rounds else "chunks",
@@ -111,13 +112,16 @@ def cross_check(requests: list[dict], before: dict | None, after: dict | None) -
 
     Returns:
         counters: {"rounds", "accepted"} of the engine's counters over the part, where it has them; histograms_equal: of how
-        many requests, of all that carry one, the histogram equals the rounds.
+        many requests, of all that carry one, the histogram equals the rounds; totals_equal: of how many, of all that carry
+        some, the engine's own totals do.
     """
     told = [request for request in requests if request["histogram"]]
     equal = 0
     for request in told:
         steps = [request["accepted"].count(count) for count in range(len(request["histogram"]))]
         equal += steps == request["histogram"]
+    summed = [request for request in requests if request.get("totals")]
+    totals_equal = sum(r["totals"] == {"rounds": len(r["accepted"]), "accepted": sum(r["accepted"])} for r in summed)
     counted = None
     if after:
         start: dict = before or {"rounds": 0, "accepted": [0] * len(after["accepted"])}
@@ -125,7 +129,13 @@ def cross_check(requests: list[dict], before: dict | None, after: dict | None) -
             "rounds": after["rounds"] - start["rounds"],
             "accepted": [a - b for a, b in zip(after["accepted"], start["accepted"], strict=True)],
         }
-    return {"counters": counted, "histograms": len(told), "histograms_equal": equal}
+    return {
+        "counters": counted,
+        "histograms": len(told),
+        "histograms_equal": equal,
+        "totals": len(summed),
+        "totals_equal": totals_equal,
+    }
 
 
 def _check_drafter(params: BenchmarkParams, folder: Path) -> None:

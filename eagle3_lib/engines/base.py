@@ -25,6 +25,7 @@ from .. import clean_room
 from ..errors import Eagle3Error
 from ..process import end_group
 from ..provenance import project_path, short_path
+from . import definitions
 
 LOG_LINES_SHOWN = 25
 
@@ -36,7 +37,8 @@ class Server:
     model: the name to ask for; load_s: from launch to the first completion; tells_rounds: each answer carries the accepted
     count of every round. Otherwise rounds are read off the streamed chunks, which holds for one request at a time. stall_s:
     a request that gets no token for so long has met a hang. log, group: of a server that :func:`launch` started. room: what
-    held the GPUs before and after it (:mod:`eagle3_lib.clean_room`), known when it has ended; empty without a GPU.
+    held the GPUs before and after it (:mod:`eagle3_lib.clean_room`), known when it has ended; empty without a GPU. left_out:
+    options that this version does not know (:mod:`eagle3_lib.engines.options`).
     """
 
     url: str
@@ -49,6 +51,7 @@ class Server:
     log: Path | None = None
     group: int = 0
     room: dict = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     def client(self, timeout_s: float = 0) -> openai.OpenAI:
         """The OpenAI client, which waits ``timeout_s`` (0: ``stall_s``) for the next bytes of an answer."""
@@ -94,8 +97,9 @@ class Completion:
     """One answer, as token ids from the server.
 
     accepted, drafted: counts of each speculation round (None from a server that does not speculate or does not tell).
-    chunks: tokens in each streamed chunk: prefill's one, then one chunk a step. histogram: steps by accepted count, where
-    the server tells it. seconds: from sending the request to the last chunk; first_token_s: to the first token.
+    chunks: tokens in each streamed chunk: prefill's one, then one chunk a step. histogram: steps by accepted count, and
+    totals, {"rounds", "accepted"}, where the server tells them. seconds: from sending the request to the last chunk;
+    first_token_s: to the first token.
     """
 
     prompt_ids: list[int]
@@ -107,6 +111,7 @@ class Completion:
     drafted: list[int] | None = None
     chunks: list[int] = field(default_factory=list)
     histogram: list[int] | None = None
+    totals: dict | None = None
 
     def rounds_from_chunks(self) -> list[int]:
         """Accepted counts of the rounds, when no other request was under way: a step emits its accepted drafts and one."""
@@ -303,6 +308,8 @@ def complete(
             if rounds:  # vLLM leaves the lists out of an answer that had no round (n-gram found nothing)
                 result.accepted = rounds.get("per_step_accepted") or []
                 result.drafted = rounds.get("per_step_drafted") or []
+                result.histogram = definitions.histogram(server.engine, server.version, rounds)
+                result.totals = definitions.request_counts(server.engine, server.version, rounds)
     except (openai.APIError, httpx.HTTPError) as error:
         raise Eagle3Error(failure(server, error)) from error
     if not result.output_ids:

@@ -16,6 +16,7 @@ import httpx
 
 from ..errors import Eagle3Error
 from ..params import Serving
+from . import definitions, options
 from .base import PLAIN, Completion, Server, Speculation, failure, find_distribution, interpreter, launch, pick_port
 
 
@@ -32,15 +33,16 @@ def speculative_arguments(speculation: Speculation) -> list[str]:
     """Arguments of a mode. Steps, topk and draft tokens are always explicit: left out, some targets get a tree."""
     if speculation.mode == "plain":
         return []
+    draft_tokens = definitions.draft_tokens("sglang", speculation.tokens)
     if speculation.mode == "ngram":
-        words = {"algorithm": "NGRAM", "num-draft-tokens": speculation.tokens + 1, "ngram-max-bfs-breadth": 1}
+        words = {"algorithm": "NGRAM", "num-draft-tokens": draft_tokens, "ngram-max-bfs-breadth": 1}
     else:
         words = {
             "algorithm": "EAGLE3",
             "draft-model-path": speculation.folder(),
             "num-steps": speculation.tokens,
             "eagle-topk": 1,
-            "num-draft-tokens": speculation.tokens + 1,  # SGLang counts the root of the draft tree
+            "num-draft-tokens": draft_tokens,
         }
     return [word for name, value in words.items() for word in (f"--speculative-{name}", str(value))]
 
@@ -68,8 +70,10 @@ def serve(
     version, _ = installed(params.engine_python)
     port = pick_port(params.port)
     command = [interpreter(params.engine_python), "-m", "sglang.launch_server"]
-    command += arguments(params, folder, port, speculation)
-    server = Server(f"http://127.0.0.1:{port}", "target", "sglang", version, stall_s=params.stall_timeout_s)
+    known, left_out = options.for_version(arguments(params, folder, port, speculation), "sglang", version, command)
+    command += known
+    url, stall_s = f"http://127.0.0.1:{port}", params.stall_timeout_s
+    server = Server(url, "target", "sglang", version, stall_s=stall_s, left_out=left_out)
     with launch(command, {"HF_HUB_OFFLINE": "1"}, log, server, params.start_timeout_s) as running:
         yield running
 
@@ -93,7 +97,7 @@ def complete(
             lines = (line.removeprefix("data: ") for line in reply.iter_lines())
             for line in lines if stream else ["".join(lines)]:
                 if line.startswith("{"):
-                    _take(json.loads(line), result, time.monotonic() - started)
+                    _take(json.loads(line), result, time.monotonic() - started, server.version)
     except (httpx.HTTPError, ValueError) as error:
         raise Eagle3Error(failure(server, error)) from error
     if not result.output_ids:
@@ -106,16 +110,15 @@ def _client(url: str, timeout_s: float) -> httpx.Client:
     return httpx.Client(base_url=url, timeout=timeout_s, limits=httpx.Limits(max_connections=None))
 
 
-def _take(event: dict, result: Completion, seconds: float) -> None:
+def _take(event: dict, result: Completion, seconds: float, version: str) -> None:
     """One event of the stream: ``output_ids`` holds all ids so far, or the new ones with incremental streaming."""
     if "error" in event:
         raise Eagle3Error(f"sglang failed a completion: {event['error']}")
     ids, meta, known = event.get("output_ids") or [], event.get("meta_info") or {}, len(result.output_ids)
     cumulative = len(ids) >= known and ids[:known] == result.output_ids
     result.add_chunk(ids[known:] if cumulative else ids, seconds)
-    result.histogram = (
-        meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram") or result.histogram
-    )
+    result.histogram = definitions.histogram("sglang", version, meta) or result.histogram
+    result.totals = definitions.request_counts("sglang", version, meta) or result.totals
     reason = meta.get("finish_reason")
     result.finish_reason = (reason.get("type") if isinstance(reason, dict) else reason) or result.finish_reason
 

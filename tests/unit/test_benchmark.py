@@ -60,12 +60,17 @@ def test_a_mode_that_never_drafted_has_no_acceptance():
 
 
 def test_rounds_are_checked_by_counters_and_histograms():
-    requests = [{"accepted": [2, 0, 1], "histogram": [1, 1, 1]}, {"accepted": [0], "histogram": [0, 1]}]
+    requests = [
+        {"accepted": [2, 0, 1], "histogram": [1, 1, 1], "totals": {"rounds": 3, "accepted": 3}},
+        {"accepted": [0], "histogram": [0, 1], "totals": {"rounds": 1, "accepted": 1}},
+    ]
     before, after = {"rounds": 3, "accepted": [1, 1]}, {"rounds": 7, "accepted": [3, 2]}
     assert benchmark.cross_check(requests, before, after) == {
         "counters": {"rounds": 4, "accepted": [2, 1]},
         "histograms": 2,
         "histograms_equal": 1,
+        "totals": 2,
+        "totals_equal": 1,
     }
     assert benchmark.cross_check([], None, after)["counters"] == after
 
