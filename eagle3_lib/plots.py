@@ -312,7 +312,8 @@ def training(log: list[dict], evaluations: list[dict]) -> Figure:
         means = {key: [e["mean_length"][key] for e in evaluations] for key in ("value", "low", "high")}
         lengths.errorbar([e["epoch"] for e in evaluations], means["value"], yerr=_errors(means), marker="o")
         lengths.set_title(f"n = {evaluations[0]['requests']} held-out texts", fontsize=9)
-        lengths.set_xticks([e["epoch"] for e in evaluations])
+        if len(evaluations) <= 8:  # an evaluation an epoch; more often, their own ticks would overlap
+            lengths.set_xticks([e["epoch"] for e in evaluations])
     losses.set(ylabel="loss\n(mean of 10 batches)")
     accuracies.set(xlabel="batch", ylabel="accuracy\n(mean of 10 batches)", ylim=(0, 1))
     lengths.set(xlabel="epoch", ylabel="replayed\nmean length")
