@@ -1,6 +1,6 @@
 """Stage 03: the tokens/s of vLLM's own bench client beside ours, and 10,000 requests to servers that fail.
 
-    python benchmarks/generate.py [--prompts 32] [--max-tokens 48] [--concurrency 16] [--requests 10000]
+    python benchmarks/generate.py [--prompts 24] [--max-tokens 48] [--concurrency 16] [--requests 10000]
 
 One server, the real vLLM on a CPU: the same prompts, concurrency and limit by `vllm bench serve` (which streams) and by
 generate.run, in turns, after a warm-up of both. Then stub servers (tests/stub_server.py) that fail 5 % of the requests in
@@ -161,7 +161,7 @@ def failing_servers(many: int, stream: bool) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=2)
