@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import get_scheduler
@@ -118,6 +119,10 @@ def starting_drafter(params: TrainParams, store: Store) -> tuple[Drafter, Tensor
         raise Eagle3Error(
             f"{params.features}: boundaries: found {store.key['boundaries']}, expected {list(drafter.config.boundaries)} as in {params.drafter}"
         )
+    map_file = project_path(params.features) / "vocabulary.safetensors"  # what stage 04 settled
+    target_ids = load_file(map_file)["t2d"].nonzero().flatten() if map_file.is_file() else drafter.target_ids
+    if not torch.equal(target_ids, drafter.target_ids):
+        drafter = _with_vocabulary(drafter, target_ids, params.seed)
     if params.from_scratch:
         drafter = _fresh(drafter, params.seed)
     embedding, head = targets.embedding_and_head(folder)
@@ -138,6 +143,18 @@ def starting_drafter(params: TrainParams, store: Store) -> tuple[Drafter, Tensor
         if not params.train_embedding:
             drafter.embed_tokens.bfloat16()
     return drafter, target_head
+
+
+def _with_vocabulary(drafter: Drafter, target_ids: Tensor, seed: int) -> Drafter:
+    """The drafter with another draft vocabulary: lm_head's rows of tokens that both hold stay, the others are fresh."""
+    new = drafter.adapted(drafter.config.with_(draft_vocab_size=len(target_ids)), seed=seed)
+    new.set_vocabulary(target_ids)
+    kept = torch.isin(target_ids, drafter.target_ids)
+    rows = torch.searchsorted(drafter.target_ids, target_ids[kept])
+    with torch.no_grad():
+        new.lm_head.weight.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))
+        new.lm_head.weight[kept] = drafter.lm_head.weight[rows]
+    return new
 
 
 def _fresh(drafter: Drafter, seed: int) -> Drafter:

@@ -11,7 +11,7 @@ import train_processes
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from eagle3_lib import checkpoint, train
+from eagle3_lib import checkpoint, train, vocabulary
 from eagle3_lib.drafter import Drafter, DrafterConfig
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.features import Sample, Store, Writer
@@ -235,6 +235,18 @@ def test_starts(tiny):
         assert torch.equal(made.target_ids, VOCABULARY)
         assert made.config.own_embedding == params.train_embedding
         assert torch.equal(made.lm_head.weight, HEAD[VOCABULARY].bfloat16().float()) == (not params.train_head)
+
+
+def test_another_vocabulary_that_the_features_were_made_for(tiny, tmp_path):
+    ids = torch.tensor([0, 3, 4, 10, 11, 12])
+    vocabulary.save(ids, 40, tmp_path / "features" / "vocabulary.safetensors")
+    drafter, head = train.starting_drafter(tiny, Store(tmp_path / "features"))
+    assert torch.equal(drafter.target_ids, ids) and torch.equal(head, HEAD[ids])
+    old, rows = make_drafter(), [0, 2, 3, 5]
+    assert torch.equal(drafter.lm_head.weight[rows], old.lm_head.weight[ids[rows] // 2])  # the even ones stay
+    assert torch.equal(drafter.fc.weight, old.fc.weight)
+    train.run(tiny.model_copy(update={"epochs": 1}))
+    assert torch.equal(checkpoint.load(f"{tiny.out}/drafter").drafter.target_ids, ids)
 
 
 def test_slices_of_held_out_samples(tiny, monkeypatch):
