@@ -45,11 +45,11 @@ def run(name: str, to: str = "reports", allow: tuple[str, ...] = ()) -> Path:
     report = json.loads(report_json.read_text())
     pages = {stem: "index.html" if stem == REPORT else f"{stem}.html" for stem in notebooks}
     with whole_folder(folder) as work:
-        for stem, path in notebooks.items():
-            notebook = nbformat.read(path, as_version=4)
-            manifest = _manifest(notebook, stem)
-            write_text(work / pages[stem], page(notebook, stem, pages, report, manifest))
-            _copy_figures(manifest, work / _figures(stem))
+        read = {stem: nbformat.read(path, as_version=4) for stem, path in notebooks.items()}
+        manifests = {stem: _manifest(notebook, stem) for stem, notebook in read.items()}
+        for stem, notebook in read.items():
+            write_text(work / pages[stem], page(notebook, stem, pages, report, manifests))
+            _copy_figures(manifests[stem], work / _figures(stem))
         shutil.copy(report_json, work / "report.json")
         _copy_data(source, work / "data")
         leaks.refuse_folder(work, f"reports/{name}", allow)
@@ -57,13 +57,13 @@ def run(name: str, to: str = "reports", allow: tuple[str, ...] = ()) -> Path:
     return folder / "index.html"
 
 
-def page(notebook, stem: str, pages: dict[str, str], report: dict, manifest: dict) -> str:
-    """One executed notebook as a page; the report's own page carries the finding.
+def page(notebook, stem: str, pages: dict[str, str], report: dict, manifests: dict[str, dict]) -> str:
+    """One executed notebook as a page; the report's own carries the finding, and where everything comes from.
 
     Args:
         stem: name of the executed notebook, such as 07_benchmark_engine.vllm.base.
         pages: stem -> file name of every page of the run.
-        manifest: of the stage, {} where it left none.
+        manifests: stem -> the manifest of its stage, {} where it left none.
     """
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -77,8 +77,8 @@ def page(notebook, stem: str, pages: dict[str, str], report: dict, manifest: dic
             "style": (TEMPLATES / "style.css").read_text(),
             "links": [("All runs", [{"href": "../index.html", "text": "", "here": False}]), *_links(pages, stem)],
             "finding": finding(report) if stem == REPORT else "",
-            "facts": _facts(report, manifest, stem),
-            "provenance": _provenance(report, manifest, stem),
+            "facts": _facts(report, manifests.get(stem, {}), stem),
+            "provenance": _provenance(report, manifests, stem),
             "contents": [(heading.replace(" ", "-"), heading) for heading in headings],
         }
     }
@@ -140,21 +140,29 @@ def _facts(report: dict, manifest: dict, stem: str) -> list[tuple[str, str]]:
     ]
 
 
-def _provenance(report: dict, manifest: dict, stem: str) -> list[tuple[str, list[tuple[str, str]]]]:
-    """What it takes to make the page again: command, parameters other than the defaults, inputs, versions, times."""
-    name, params = report["run"], manifest.get("params", {})
+def _provenance(report: dict, manifests: dict[str, dict], stem: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """What it takes to make the page again: command, parameters other than the defaults, inputs, versions, times.
+
+    The report's page has those of every stage.
+    """
+    name, own = report["run"], manifests.get(stem, {})
     command = [("command", f"make run RUN={name}")] if project_path(f"params/{name}.yaml").is_file() else []
-    parts = [("Made by", [*command, ("notebook", f"{stem}.ipynb")])]
-    if params:
-        parts.append(("Parameters other than the defaults", _changed(manifest["stage"], params)))
-    if inputs := manifest.get("inputs"):
-        rows = [(role, f"{given['path']}, sha256 {given['sha256']}") for role, given in inputs.items()]
-        parts.append(("Inputs", rows))
-    if stem == REPORT:
-        times = [(stage["of"], f"{stage['seconds']:.1f} s from {stage['started'][:19]}") for stage in report["stages"]]
-        parts.append(("Stages", times))
-    parts.append(("Versions", list(manifest.get("versions", report["preflight"]["versions"]).items())))
-    return parts
+    params, inputs = [], []
+    for of, manifest in manifests.items() if stem == REPORT else [(stem, own)]:
+        prefix = f"{of.partition('_')[2]}: " if stem == REPORT else ""
+        if manifest:
+            params += [(prefix + field, value) for field, value in _changed(manifest["stage"], manifest["params"])]
+            for role, given in manifest["inputs"].items():
+                inputs.append((prefix + role, f"{given['path']}, sha256 {given['sha256']}"))
+    times = [(stage["of"], f"{stage['seconds']:.1f} s from {stage['started'][:19]}") for stage in report["stages"]]
+    parts = [
+        ("Made by", [*command, ("notebook", f"{stem}.ipynb")]),
+        ("Parameters other than the defaults", params),
+        ("Inputs", inputs),
+        ("Stages", times if stem == REPORT else []),
+        ("Versions", list(own.get("versions", report["preflight"]["versions"]).items())),
+    ]
+    return [(heading, rows) for heading, rows in parts if rows]
 
 
 def _changed(stage: str, params: dict) -> list[tuple[str, str]]:
@@ -168,7 +176,7 @@ def _changed(stage: str, params: dict) -> list[tuple[str, str]]:
                 default = default.format(**params)
         if value != default:
             changed.append((name, str(value)))
-    return changed or [("none", "all as in eagle3_lib/params.py")]
+    return changed
 
 
 def _figures(stem: str) -> str:

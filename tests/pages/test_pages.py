@@ -101,7 +101,7 @@ def site(tmp_path_factory):
     for run in ("quickstart", "slower"):
         (folder / run).mkdir()
         for stem, name in names.items():
-            (folder / run / name).write_text(publish.page(notebook, stem, names, published, manifest))
+            (folder / run / name).write_text(publish.page(notebook, stem, names, published, {stem: manifest}))
         (folder / run / "report.json").write_text(json.dumps(published | {"run": run}))
         for mode in engine["throughput"].values():
             mode["tokens_per_s"] = {key: value / 2 for key, value in mode["tokens_per_s"].items()}

@@ -104,7 +104,7 @@ def test_a_page_says_where_it_comes_from():
         "started": "2026-11-29T10:00:00+00:00",
         "seconds": 81.2,
     }
-    page = publish.page(notebook, "05_train", pages, report, manifest)
+    page = publish.page(notebook, "05_train", pages, report, {"05_train": manifest})
     for pair in [
         ("commit", "0123456789ab with changes"),
         ("date", "2026-11-29"),
@@ -118,7 +118,11 @@ def test_a_page_says_where_it_comes_from():
     assert "<dt>out</dt>" not in page, "defaults with their braces filled are no change"
     assert re.search(r'<a [^>]*aria-current="page"[^>]*>05 train', page) and '<a href="index.html">Report</a>' in page
     assert page.count("<span>08 replay</span> <a ") == 1 and 'class="finding"' not in page
-    report_page = publish.page(notebook, "09_diagnose", pages, report, {})
+    report_page = publish.page(notebook, "09_diagnose", pages, report, {"05_train": manifest, "09_diagnose": {}})
+    assert (
+        "<dt>train: epochs</dt><dd>7</dd>" in report_page
+        and "<dt>train: base drafter</dt><dd>drafters/x" in report_page
+    )
     assert 'class="finding">vllm 0.32.0. No sign of an engine fault' in report_page
     assert "<dt>all stages</dt><dd>754 s</dd>" in report_page
 
