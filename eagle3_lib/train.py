@@ -202,7 +202,10 @@ def run(params: TrainParams, on_progress: Progress = lambda log, evaluations: No
     """
     inputs = {"features": project_path(params.features) / "index.json", "drafter": project_path(params.drafter)}
     accelerator = make_accelerator(params)
-    with stage("train", params, inputs) if accelerator.is_main_process else contextlib.nullcontext({}) as notes:
+    writing: contextlib.AbstractContextManager[dict] = (
+        stage("train", params, inputs) if accelerator.is_main_process else contextlib.nullcontext({})
+    )
+    with writing as notes:
         store = Store(project_path(params.features))
         trainer = Trainer(params, accelerator, store)
         trainer.fit(on_progress)
@@ -453,7 +456,10 @@ class Trainer:
             for name in sorted(set(names) - {""})
         }
         epoch, rest = divmod(self.state.step, self.steps_per_epoch)
-        result = {"step": self.state.step, "epoch": epoch + round(rest / self.steps_per_epoch, 3) if rest else epoch}
+        result: dict = {
+            "step": self.state.step,
+            "epoch": epoch + round(rest / self.steps_per_epoch, 3) if rest else epoch,
+        }
         result |= {"rounds_by_request": rounds, **acceptance.summary(rounds, positions), "slices": slices}
         self.state.evaluations.append(result)
         if self.params.patience and _best(self.state.evaluations) == len(self.state.evaluations) - 1:

@@ -6,7 +6,7 @@ from matplotlib.patches import Patch
 
 from . import plots
 
-LOOKS = {
+LOOKS: dict[str, dict] = {
     "accepted": {"facecolor": "C2", "alpha": 0.45},
     "right, after a wrong one": {"facecolor": "none", "hatch": "///", "edgecolor": "C2"},
     "wrong": {"facecolor": "none", "edgecolor": "#8a8a8a"},

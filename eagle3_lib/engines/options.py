@@ -26,7 +26,9 @@ HELP_TIMEOUT_S = 180
 
 def version_tuple(version: str) -> tuple[int, ...]:
     """The release numbers of a version: "0.5.16.post1+cu130" -> (0, 5, 16)."""
-    return tuple(int(number) for number in re.match(r"[\d.]*\d", version)[0].split("."))
+    release = re.match(r"[\d.]*\d", version)
+    assert release is not None, version
+    return tuple(int(number) for number in release[0].split("."))
 
 
 def is_read(engine: str, version: str) -> bool:
