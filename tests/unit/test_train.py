@@ -320,7 +320,8 @@ def test_features_of_other_boundaries_are_refused(tiny, tmp_path):
         train.run(tiny)
 
 
-def test_what_is_not_there_is_named(tiny):
+def test_what_is_not_there_is_named(tiny, monkeypatch):
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Eagle3Error, match="tracker: found 'wandb', which is not installed"):
         train.run(tiny.model_copy(update={"tracker": "wandb"}))
     with pytest.raises(Eagle3Error, match="sharding: found 'fsdp2', which needs torchrun"):
