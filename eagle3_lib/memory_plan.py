@@ -14,8 +14,8 @@ import transformers
 from . import checkpoint
 from .drafter import Drafter, DrafterConfig
 from .errors import Eagle3Error
+from .fit import DTYPE_BYTES
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NOT_SIZES = ("architectures", "model_type", "quantization_config")
 REPLICATED = re.compile(r"norm|mlp\.gate\.weight|^fc\.|q_a_proj|kv_a_proj_with_mqa")
 NOT_LINEAR = re.compile(r"norm|mlp\.gate\.weight|embed_tokens")

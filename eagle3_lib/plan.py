@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from . import audit, checkpoint, disk_plan, memory_plan, targets
+from . import audit, checkpoint, disk_plan, fit, memory_plan, targets
 from .drafter import DrafterConfig
 from .engines import sglang, vllm
 from .engines.base import Speculation
@@ -29,8 +29,7 @@ from .params import STAGES, BenchmarkParams, Run
 from .provenance import ROOT, project_path, short_path
 
 GPU_GIB = (80, 96, 141, 180, 288)  # memory of data-centre GPUs; a GPU of each size is held against the need
-USED_SHARE = 0.9  # of it, the engines' default or near it (vLLM --gpu-memory-utilization)
-GPU_OPTIONS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tp")
+USED_SHARE = fit.SHARE["vllm"]  # of it
 PORT = 8000  # shown where a run picks a free one
 GATES = "benchmarks/results/gates_of_wheels.json"
 GATES_READ_FOR = {
@@ -149,14 +148,15 @@ def expected(run: Run) -> dict[str, dict]:
 
 
 def gpus_of(settings: dict, where: str) -> int:
-    """Over how many GPUs an engine's arguments divide the target: 1 where they do not say."""
-    words = settings.get("engine_args") or []
-    for option, value in zip(words, words[1:], strict=False):
-        if option in GPU_OPTIONS:
-            if not value.isdigit():
-                raise Eagle3Error(f"{where}: engine_args: {option}: found {value!r}, expected a number of GPUs")
-            return int(value)
-    return 1
+    """Over how many GPUs an engine's arguments divide the target: 1 where they do not say.
+
+    Raises:
+        Eagle3Error: they say something that is no number.
+    """
+    try:
+        return fit.tensor_parallel(settings.get("engine_args") or [])
+    except ValueError as error:
+        raise Eagle3Error(f"{where}: engine_args: expected a number of GPUs: {error}") from None
 
 
 def disk(run: Run, target: dict, drafter: DrafterConfig, expect: dict) -> dict:

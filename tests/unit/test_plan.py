@@ -180,10 +180,10 @@ def test_an_unknown_figure_is_refused(tmp_path):
 
 
 def test_gpus_are_read_from_the_engines_arguments():
-    assert plan.gpus_of({"engine_args": ["--tp", "4"]}, "x") == 4
+    assert plan.gpus_of({"engine_args": ["--tp", "4"]}, "x") == plan.gpus_of({"engine_args": ["--tp=4"]}, "x") == 4
     assert plan.gpus_of({}, "x") == 1
-    with pytest.raises(Eagle3Error, match="found 'many', expected a number of GPUs"):
-        plan.gpus_of({"engine_args": ["-tp", "many"]}, "x")
+    with pytest.raises(Eagle3Error, match="mine.yaml: engine_args: expected a number of GPUs: .*'many'"):
+        plan.gpus_of({"engine_args": ["-tp", "many"]}, "mine.yaml")
 
 
 def test_the_quickstart_has_a_plan(target_folder):
