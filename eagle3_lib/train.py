@@ -75,7 +75,7 @@ def rounds_of(drafter: Drafter, sample: Sample, num_speculative_tokens: int) -> 
 
 
 @torch.no_grad()
-def guesses(params: TrainParams, slots: int = 10) -> list[dict]:
+def guesses(params: TrainParams, slots: int = 6) -> list[dict]:
     """What the trained drafter guesses from the first slots of a held-out answer, a row for each slot and step.
 
     Returns:

@@ -8,7 +8,7 @@ from . import plots
 
 LOOKS: dict[str, dict] = {
     "accepted": {"facecolor": "C2", "alpha": 0.45},
-    "right, after a wrong one": {"facecolor": "none", "hatch": "///", "edgecolor": "C2"},
+    "right, after a wrong one": {"facecolor": "none", "edgecolor": "C2", "linestyle": "--", "linewidth": 1.5},
     "wrong": {"facecolor": "none", "edgecolor": "#8a8a8a"},
 }
 

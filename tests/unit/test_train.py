@@ -11,7 +11,7 @@ import train_processes
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from eagle3_lib import checkpoint, train, vocabulary
+from eagle3_lib import checkpoint, train, train_plots, vocabulary
 from eagle3_lib.drafter import Drafter, DrafterConfig
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.features import Sample, Store, Writer
@@ -261,6 +261,17 @@ def test_slices_of_held_out_samples(tiny, monkeypatch):
     last = train.run(tiny.model_copy(update={"epochs": 1}))["evaluations"][-1]
     assert {name: some["requests"] for name, some in last["slices"].items()} == {"code": 1, "reasoning": 2}
     assert sum(some["rounds"] for some in last["slices"].values()) == last["rounds"]
+
+
+def test_the_figure_of_rounds_fills_what_is_accepted():
+    row = {"after": "a$", "guess": " b", "text": " b"}
+    looks = [(0, 0, True, True), (0, 1, False, False), (1, 0, False, False), (1, 1, True, False)]
+    rows = [row | {"slot": s, "step": k, "right": right, "accepted": taken} for s, k, right, taken in looks]
+    (axes,) = train_plots.rounds(rows).axes
+    filled = [patch.get_xy() for patch in axes.patches if patch.get_facecolor()[3] > 0]
+    dashed = [patch.get_xy() for patch in axes.patches if patch.get_linestyle() == "--"]
+    assert filled == [(-0.48, -0.45)] and dashed == [(0.52, 0.55)]
+    assert "25% of them accepted" in train_plots.show_rounds(rows).alt
 
 
 # --- what goes wrong is told by name
