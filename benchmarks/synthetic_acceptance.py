@@ -1,0 +1,70 @@
+"""Do the parsers give back an acceptance that is known? vLLM accepts drafts at configured rates instead of by the target.
+
+    python benchmarks/synthetic_acceptance.py --engine-python PATH     on a GPU
+
+With rejection_sample_method "synthetic" position i is accepted in the configured share of rounds, whatever the drafter
+proposes. All prompts are asked one at a time, so that streamed chunks are rounds in every version; beside them stand the
+engine's counters and, where it tells them, rounds, histograms and totals of each answer. Needs a GPU: the CPU build of
+vLLM 0.32.0 refuses it (utils/cpu_triton_utils.py: "Synthetic acceptance not supported with CPU sampling"). Writes
+benchmarks/results/synthetic_acceptance.json.
+"""
+
+import argparse
+import datetime
+
+from eagle3_lib import acceptance, benchmark, engines, targets
+from eagle3_lib.answers import read_answers
+from eagle3_lib.params import BenchmarkParams
+from eagle3_lib.provenance import hardware, project_path, versions, write_json
+
+DRAFTER = "drafters/smollm2-135m-eagle3"
+DATA = "runs/quickstart/generate"
+RATES = [0.8, 0.6, 0.3, 0.1]
+TOKENS = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine-python", default="")
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args()
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": RATES}
+    params = BenchmarkParams(
+        run="synthetic",
+        mode="base",
+        drafter=DRAFTER,
+        engine_python=options.engine_python,
+        dtype=options.dtype,
+        speculative_options=synthetic,
+    )
+    speculation = engines.Speculation(params.mode, params.drafter, len(RATES), synthetic)
+    prompts = [answer.prompt_ids for answer in read_answers(DATA)]
+    log = project_path(params.out) / "server.log"
+    with engines.serve(params, targets.resolve(params.target), log, speculation) as server:
+        before = engines.counters(server)
+        answers = [engines.complete(server, prompt, TOKENS) for prompt in prompts]
+        after, version = engines.counters(server), server.version
+    chunks = [answer.rounds_from_chunks()[:-1] for answer in answers]  # the token limit cuts the last one
+    read = acceptance.summary(chunks, len(RATES))
+    low, high = read["curve"]["low"], read["curve"]["high"]
+    told = [answer for answer in answers if answer.accepted is not None]
+    equal = sum(answer.accepted[:-1] == answer.rounds_from_chunks()[:-1] for answer in told)
+    result = {
+        "command": "python benchmarks/synthetic_acceptance.py --engine-python PATH",
+        "date": datetime.date.today().isoformat(),
+        "hardware": hardware(),
+        "versions": versions(),
+        "engine_version": version,
+        "configured": RATES,
+        "chunks": {key: read[key] for key in ("requests", "rounds", "accepted", "curve", "mean_length")},
+        "configured_within_interval": [a <= rate <= b for a, rate, b in zip(low, RATES, high, strict=True)],
+        "told_equal_chunks": [equal, len(told)],
+        "cross_check": benchmark.cross_check([vars(answer) for answer in told], before, after),
+    }
+    write_json(project_path("benchmarks/results/synthetic_acceptance.json"), result)
+    for key in ("configured", "chunks", "configured_within_interval", "told_equal_chunks", "cross_check"):
+        print(f"{key}: {result[key]}")
+
+
+if __name__ == "__main__":
+    main()
