@@ -96,7 +96,8 @@ class _StepLosses(torch.autograd.Function):
         steps, slots = hidden.shape[:2]
         states, head_rows, target_rows = hidden.flatten(0, 1), head.to(dtype), target_head.to(dtype)
         grad_states = torch.zeros_like(states)
-        grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        wide = torch.promote_types(head.dtype, torch.float32)  # sums over chunks
+        grad_head = torch.zeros_like(head, dtype=wide) if ctx.needs_input_grad[1] else None
         summed = torch.zeros(steps, device=hidden.device)
         right = torch.zeros(steps, dtype=torch.int64, device=hidden.device)
         first = torch.arange(0, steps * slots, slots, device=hidden.device)[:, None]
@@ -117,6 +118,7 @@ class _StepLosses(torch.autograd.Function):
                 grad_states.index_add_(0, rows, (grad @ head_rows).to(states.dtype))
                 if grad_head is not None:
                     grad_head += grad.T @ taken
+        ctx.head_dtype = head.dtype
         ctx.save_for_backward(grad_states.view_as(hidden), grad_head)
         ctx.mark_non_differentiable(summed, right)
         return (summed * weights).sum(), summed, right
@@ -125,4 +127,4 @@ class _StepLosses(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, *_):
         grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden * grad, None if grad_head is None else grad_head * grad, *[None] * 7
+        return grad_hidden * grad, None if grad_head is None else (grad_head * grad).to(ctx.head_dtype), *[None] * 7

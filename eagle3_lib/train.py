@@ -341,6 +341,7 @@ class Trainer:
         counted, taught = self._summed(sent.to(self.accelerator.device))
         decay = params.loss_decay ** torch.arange(params.ttt_steps, device=taught.device)
         weights = decay / taught.clamp_min(1)
+        scaled = weights * world  # because gradients are averaged over processes
         if not taught.any():
             self.schedule.step()
             return {"tokens": tokens, "samples": [self.store.entries[number]["id"] for number in numbers]}
@@ -348,9 +349,7 @@ class Trainer:
         summed, right = 0, 0
         for number, batch in enumerate(passes):
             with self._synchronising(number == len(passes) - 1):
-                found = self.model(
-                    batch.to(self.accelerator.device), weights * world
-                )  # gradients are averaged over processes
+                found = self.model(batch.to(self.accelerator.device), scaled)
                 found.total.backward()
             summed, right = summed + found.summed.detach(), right + found.right
         summed, right = self._summed(torch.stack([summed, right]))
@@ -377,8 +376,9 @@ class Trainer:
         """A step; lack of memory is told by name."""
         try:
             return self._step(numbers, passes)
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "memory" not in str(error):
+        except (RuntimeError, MemoryError) as error:
+            lacking = "out of memory", "can't allocate memory", "not enough memory"  # CUDA's, the CPU allocator's
+            if not isinstance(error, MemoryError) and not any(words in str(error) for words in lacking):
                 raise
             most = max(batch.tokens for batch in passes)
             raise Eagle3Error(
