@@ -1,8 +1,8 @@
 """Stage 03: the tokens/s of vLLM's own bench client beside ours, and 10,000 requests to servers that fail.
 
-    python benchmarks/generate.py [--prompts 24] [--max-tokens 48] [--concurrency 16] [--requests 10000]
+    python benchmarks/generate.py [failing] [bench_client] [--prompts 24] [--max-tokens 48] [--concurrency 16] [--requests 10000]
 
-One server, the real vLLM on a CPU: the same prompts, concurrency and limit by `vllm bench serve` (which streams) and by
+Without a name both parts. One server, the real vLLM on a CPU: the same prompts, concurrency and limit by `vllm bench serve` (which streams) and by
 generate.run, in turns, after a warm-up of both. Then stub servers (tests/stub_server.py) that fail 5 % of the requests in
 six ways; the run is killed (SIGKILL) three times and goes on; memory is the whole process's at its largest, with 1,000
 and with all answers. Writes benchmarks/results/generate.json.
@@ -166,21 +166,30 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--requests", type=int, default=10_000)
+    work = {
+        "failing": lambda: {
+            "failing_servers": [
+                failing_servers(arguments.requests, stream=False),
+                failing_servers(arguments.requests // 5, stream=True),
+            ]
+        },
+        "bench_client": lambda: beside_the_bench_client(arguments),
+    }
+    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(work)}")
     arguments = parser.parse_args()
-    result = {
+    path = project_path("benchmarks/results/generate.json")
+    result = json.loads(path.read_text()) if path.is_file() and arguments.parts else {}
+    result |= {
         "command": "python benchmarks/generate.py",
         "date": datetime.date.today().isoformat(),
         "hardware": hardware(),
         "versions": versions(),
-        "failing_servers": [
-            failing_servers(arguments.requests, stream=False),
-            failing_servers(arguments.requests // 5, stream=True),
-        ],
-        **beside_the_bench_client(arguments),
     }
-    write_json(project_path("benchmarks/results/generate.json"), result)
-    print(f"ours over vLLM's bench client: {result['ours_over_bench_client']:.3f} (at least 0.95)")
-    for run in result["failing_servers"]:
+    for name in arguments.parts or work:
+        result |= work[name]()
+        write_json(path, result)
+    print(f"ours over vLLM's bench client: {result.get('ours_over_bench_client')} (at least 0.95)")
+    for run in result.get("failing_servers", []):
         print(f"of {run['requests']} requests: {run['missing']} lost, {run['twice']} twice, {run['largest_mib']} MiB")
 
 

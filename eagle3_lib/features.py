@@ -102,13 +102,12 @@ def write_shard(path: Path, samples: list[dict[str, Tensor]]) -> tuple[int, str]
     text += b" " * (-len(text) % ALIGNMENT)
     digest = hashlib.sha256()
     with path.open("wb") as file, ThreadPoolExecutor(1) as hashing:
-        head: bytes | memoryview = len(text).to_bytes(8, "little") + text
-        for piece in (head, *(_raw(s[name]) for name in header for s in samples)):
-            hashed = hashing.submit(digest.update, piece)
+        for piece in (len(text).to_bytes(8, "little") + text, *(_raw(s[name]) for name in header for s in samples)):
+            hashed = hashing.submit(digest.update, piece)  # one thread: in order
             file.write(piece)
-            hashed.result()
         file.flush()
         os.fsync(file.fileno())
+        hashed.result()
         return file.tell(), digest.hexdigest()
 
 
