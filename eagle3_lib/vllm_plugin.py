@@ -27,7 +27,8 @@ MODELS = {  # architecture -> its class in eagle3_lib/vllm_capture.py; Kimi-K2.5
     "DeepseekV3ForCausalLM": "CapturingDeepseek",
     "KimiK25ForConditionalGeneration": "CapturingKimiK25",
 }
-logger = logging.getLogger("vllm.eagle3_lib")  # below "vllm", so that vLLM's own handlers show it
+# Below "vllm", for its handlers; as warnings, since vLLM 0.32 loads plugins before it sets them up.
+logger = logging.getLogger("vllm.eagle3_lib")
 
 
 def register() -> None:
@@ -52,7 +53,7 @@ def lift() -> None:
     assert tree is not None
     found = {f.rule for f in gates.check(tree, known_config("Kimi-K2.5"), version) if f.severity == "fails"}
     if not found:
-        logger.info(
+        logger.warning(
             "%s: vLLM %s runs EAGLE-3 on DeepSeek-V3 and Kimi targets by itself; nothing lifted", SWITCH, version
         )
         return
@@ -67,7 +68,7 @@ def lift() -> None:
     extend_whitelist(SpeculativeConfig._verify_args, MODEL_TYPES)
     for architecture, name in MODELS.items():
         ModelRegistry.register_model(architecture, f"eagle3_lib.vllm_capture:{name}")
-    logger.info("%s: vLLM %s: lifted %s", SWITCH, version, ", ".join(sorted(found)))
+    logger.warning("%s: vLLM %s: lifted %s", SWITCH, version, ", ".join(sorted(found)))
 
 
 def extend_whitelist(function: FunctionType, names: tuple[str, ...]) -> None:

@@ -125,8 +125,7 @@ def run(program, path=None, switch="1"):
     """A program in a process of its own, with a vllm from ``path`` first: (exit code, output and log)."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*([path] if path else []), ROOT]))}
     environment |= {vllm_plugin.SWITCH: switch, "PYTHONWARNINGS": "ignore"}
-    logged = "import logging; logging.basicConfig(level=logging.INFO)\n" + program
-    done = subprocess.run([sys.executable, "-c", logged], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
