@@ -112,7 +112,8 @@ def main() -> None:
             for drafts in range(1, LARGEST + 1)
         }
     result = {
-        "command": "OMP_NUM_THREADS=1 python benchmarks/break_even.py",
+        "command": f"OMP_NUM_THREADS=1 python benchmarks/break_even.py --prompts {options.prompts} --tokens {options.tokens} "
+        f"--repeats {options.repeats}",
         "date": datetime.date.today().isoformat(),
         "hardware": hardware(),
         "load_average_at_start": round(load, 1),
