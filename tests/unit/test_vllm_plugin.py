@@ -142,13 +142,16 @@ def test_it_is_off_unless_asked_for(monkeypatch):
         vllm_plugin.register()
 
 
-def test_vllm_finds_it_by_its_entry_point():
+def test_the_installed_vllm_loads_it_needs_nothing_and_says_so(tmp_path):
+    """Through vLLM's own loader, which finds the entry point of pyproject.toml in a package's metadata."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["vllm.general_plugins"] == {"eagle3": "eagle3_lib.vllm_plugin:register"}
-
-
-def test_the_installed_vllm_needs_nothing_and_says_so():
-    code, said = run("from eagle3_lib.vllm_plugin import register; register()")
+    (name, place), *others = project["entry-points"]["vllm.general_plugins"].items()
+    assert (place, others) == ("eagle3_lib.vllm_plugin:register", [])
+    metadata = tmp_path / "probe-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {place}\n")
+    code, said = run("from vllm.plugins import load_general_plugins; load_general_plugins()", tmp_path)
     assert code == 0, said
     assert "vLLM 0.32.0 runs EAGLE-3 on DeepSeek-V3 and Kimi targets by itself; nothing lifted" in said
 
