@@ -149,11 +149,14 @@ def _provenance(report: dict, manifests: dict[str, dict], stem: str) -> list[tup
     command = [("command", f"make run RUN={name}")] if project_path(f"params/{name}.yaml").is_file() else []
     params, inputs = [], []
     for of, manifest in manifests.items() if stem == REPORT else [(stem, own)]:
-        prefix = f"{of.partition('_')[2]}: " if stem == REPORT else ""
         if manifest:
-            params += [(prefix + field, value) for field, value in _changed(manifest["stage"], manifest["params"])]
+            label = of.partition("_")[2].replace(".", " ") if stem == REPORT else ""
+            changed = _changed(manifest["stage"], manifest["params"])
+            if label and changed:
+                changed = [(label, "; ".join(f"{field} = {value}" for field, value in changed))]
+            params += changed
             for role, given in manifest["inputs"].items():
-                inputs.append((prefix + role, f"{given['path']}, sha256 {given['sha256']}"))
+                inputs.append((f"{label} {role}".strip(), f"{given['path']}, sha256 {given['sha256']}"))
     times = [(stage["of"], f"{stage['seconds']:.1f} s from {stage['started'][:19]}") for stage in report["stages"]]
     parts = [
         ("Made by", [*command, ("notebook", f"{stem}.ipynb")]),

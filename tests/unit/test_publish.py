@@ -119,10 +119,8 @@ def test_a_page_says_where_it_comes_from():
     assert re.search(r'<a [^>]*aria-current="page"[^>]*>05 train', page) and '<a href="index.html">Report</a>' in page
     assert page.count("<span>08 replay</span> <a ") == 1 and 'class="finding"' not in page
     report_page = publish.page(notebook, "09_diagnose", pages, report, {"05_train": manifest, "09_diagnose": {}})
-    assert (
-        "<dt>train: epochs</dt><dd>7</dd>" in report_page
-        and "<dt>train: base drafter</dt><dd>drafters/x" in report_page
-    )
+    assert "<dt>train</dt><dd>epochs = 7; features = elsewhere</dd>" in report_page
+    assert "<dt>train base drafter</dt><dd>drafters/x" in report_page
     assert 'class="finding">vllm 0.32.0. No sign of an engine fault' in report_page
     assert "<dt>all stages</dt><dd>754 s</dd>" in report_page
 
