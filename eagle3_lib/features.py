@@ -102,7 +102,8 @@ def write_shard(path: Path, samples: list[dict[str, Tensor]]) -> tuple[int, str]
     text += b" " * (-len(text) % ALIGNMENT)
     digest = hashlib.sha256()
     with path.open("wb") as file, ThreadPoolExecutor(1) as hashing:
-        for piece in (len(text).to_bytes(8, "little") + text, *(_raw(s[name]) for name in header for s in samples)):
+        head: bytes | memoryview = len(text).to_bytes(8, "little") + text
+        for piece in (head, *(_raw(s[name]) for name in header for s in samples)):
             hashed = hashing.submit(digest.update, piece)  # one thread: in order
             file.write(piece)
         file.flush()
