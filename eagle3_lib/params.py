@@ -118,7 +118,7 @@ class PreflightParams(Stage):
     drafter: str = BASE_DRAFTER
     samples: int = Field(120, ge=1)
     tokens_per_sample: int = Field(160, ge=1)
-    feature_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    feature_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "bfloat16"
     engine: EngineKind = "vllm"
     engine_python: str = ""
     engine_args: list[str] = []
