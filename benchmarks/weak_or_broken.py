@@ -19,7 +19,7 @@ from eagle3_lib.params import TrainParams
 from eagle3_lib.provenance import hardware, project_path, versions, write_json
 
 GOOD, WEAK = "runs/quickstart/train/drafter", "runs/fault_matrix/weak"
-WEAK_TRAINING = {"epochs": 1, "batch_size": 6}  # 15 steps
+WEAK_TRAINING = {"epochs": 1, "batch_size": 6, "learning_rate": 3.0e-4}  # 15 steps
 FAULT = "norm_output flipped"
 REQUESTS = 16
 

@@ -131,7 +131,7 @@ class ProfileParams(Serving):
 
     out: str = "runs/{run}/profile"
     prompt: str = "Explain in a few sentences why the sky is blue."
-    decode_tokens: int = Field(16, ge=2)
+    decode_tokens: int = Field(8, ge=2)
     drafter: str = ""
     num_speculative_tokens: int = Field(4, ge=1)
 
@@ -168,7 +168,7 @@ class GenerateParams(Serving):
     servers: list[str] = []
     api_key_env: str = ""
     held_out_share: float = Field(0.25, gt=0, lt=1)
-    max_tokens: int = Field(80, ge=1)
+    max_tokens: int = Field(64, ge=1)
     temperature: float = Field(0.0, ge=0)
     sampling: list[dict] = []
     drop: list[Literal["cut", "empty", "loop", "unrendered"]] = ["empty"]
@@ -250,8 +250,8 @@ class TrainParams(Stage):
     head: Literal["drafter", "target"] = "drafter"
     train_head: bool = True
     train_embedding: bool = False
-    epochs: int = Field(3, ge=1)
-    learning_rate: float = Field(3.0e-4, gt=0)
+    epochs: int = Field(2, ge=1)
+    learning_rate: float = Field(4.0e-4, gt=0)
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_share: float = Field(0.05, ge=0, lt=1)
     batch_size: int = Field(2, ge=1)
@@ -315,7 +315,7 @@ class BenchmarkParams(Serving):
     data: str = "runs/{run}/generate"
     num_speculative_tokens: int = Field(4, ge=1)
     speculative_options: dict = {}
-    max_tokens: int = Field(64, ge=2)
+    max_tokens: int = Field(48, ge=2)
     concurrency: int = Field(32, ge=1)
     timed_concurrency: list[int] = Field([1], min_length=1)
     timed_prompts: int = Field(4, ge=2)
