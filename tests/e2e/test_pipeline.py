@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from eagle3_lib import publish
+from eagle3_lib import runs_index
 from eagle3_lib.provenance import ROOT
 
 RUN = ROOT / "runs" / "test-tiny"
@@ -69,7 +69,7 @@ def run(tmp_path_factory):
     yield {"log": log.read_text(), "finished": finished, "report": json.loads((REPORT / "report.json").read_text())}
     for folder in (RUN, REPORT):
         shutil.rmtree(folder, ignore_errors=True)
-    publish.write_index()
+    runs_index.write_index(ROOT / "reports")
 
 
 def test_it_says_where_the_report_is(run):
