@@ -17,7 +17,8 @@ REPORT = ROOT / "reports" / "quickstart" / "report.json"
 def test_a_page_that_shows_a_folder_of_this_machine_is_refused():
     with pytest.raises(Eagle3Error, match="reports/x/index.html: shows a folder of this machine: .*secret"):
         leaks.refuse(f"<p>{ROOT}/secret</p>", "reports/x/index.html")
-    leaks.refuse(f"<p>{ROOT}ish is another word</p>", "reports/x/index.html")
+    kinds = {leak.kind for leak in leaks.find(f"<p>{ROOT}ish is another word</p>")}
+    assert "a folder of this machine" not in kinds
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,8 @@ def test_a_page_says_where_it_comes_from():
     assert "<dt>train</dt><dd>epochs = 7; features = elsewhere</dd>" in report_page
     assert "<dt>train base drafter</dt><dd>drafters/x" in report_page
     assert 'class="finding">vllm 0.32.0. No sign of an engine fault' in report_page
-    assert "<dt>all stages</dt><dd>754 s</dd>" in report_page
+    seconds = sum(stage["seconds"] for stage in report["stages"])
+    assert f"<dt>all stages</dt><dd>{seconds:.0f} s</dd>" in report_page
 
 
 def test_the_index_has_the_reports_figures():
