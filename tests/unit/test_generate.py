@@ -120,7 +120,11 @@ def test_the_columns_of_the_parquet_file(tmp_path, servers):
     row = pyarrow.parquet.read_table(tmp_path / "out" / "samples.parquet").to_pylist()[1]
     assert row["prompt"] == "b" and row["server"] in servers and row["finish_reason"] == "stop"
     assert row["loss_mask"] == [False] * 3 + [True] * len(row["output_ids"])
-    assert row["reasoning_span"] == [] and json.loads(row["sampling"])["max_tokens"] == GenerateParams().max_tokens and row["seconds"] >= 0
+    assert (
+        row["reasoning_span"] == []
+        and json.loads(row["sampling"])["max_tokens"] == GenerateParams().max_tokens
+        and row["seconds"] >= 0
+    )
 
 
 def test_the_quickstart_prompts_split_by_hash_and_never_overlap():
