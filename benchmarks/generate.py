@@ -10,17 +10,18 @@ and with all answers. Writes benchmarks/results/generate.json.
 
 import argparse
 import collections
-import contextlib
 import datetime
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from stub_server import running  # noqa: E402
 
 from eagle3_lib import engines, generate, prompts, targets
 from eagle3_lib.answers import iter_answers
@@ -99,23 +100,9 @@ def beside_the_bench_client(arguments) -> dict:
     }
 
 
-@contextlib.contextmanager
-def stub_server(seed: int):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, str(ROOT / "tests/stub_server.py"), str(port), "--fail", "0.05", "--seed", str(seed)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    process.stdout.readline()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
-
-
 def failing_servers(many: int, stream: bool) -> dict:
-    with tempfile.TemporaryDirectory() as name, stub_server(0) as one, stub_server(1) as two:
+    fail = ("--fail", 0.05, "--seed")
+    with tempfile.TemporaryDirectory() as name, running(*fail, 0) as one, running(*fail, 1) as two:
         work = Path(name)
         rows = [json.dumps({"prompt": f"prompt number {n}"}) + "\n" for n in range(many)]
         (work / "prompts.jsonl").write_text("".join(rows))

@@ -1,19 +1,34 @@
 """A server that answers as vLLM does, quickly, and fails as servers fail; for tests and benchmarks of stage 03.
 
-    python tests/stub_server.py PORT [--fail 0.05] [--seed 0] [--replies FILE] [--no-ids]
+    python tests/stub_server.py [--fail 0.05] [--seed 0] [--replies FILE] [--no-ids]
 
-Answers are ids that the prompt's hash decides, or what --replies says of a prompt: its content, reasoning, token_ids,
+It takes a free port and prints its address. Answers are ids that the prompt's hash decides, or what --replies says of a prompt: its content, reasoning, token_ids,
 prompt_token_ids and finish_reason, or an error's status and message. --no-ids: as a server that refuses return_token_ids. A share of the requests ends in turn with 429, 500, 503, no answer at all,
 a connection closed inside the reply, and a stream that ends before its answer.
 """
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
+
+
+@contextlib.contextmanager
+def running(*options):
+    """The address of a stub server in a process of its own, for a ``with`` block; options as on the command line."""
+    process = subprocess.Popen([sys.executable, __file__, *map(str, options)], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+
 
 FAILURES = ("429", "500", "503", "silence", "closed", "short stream")
 
@@ -116,7 +131,6 @@ class Stub:
 
 async def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("port", type=int)
     parser.add_argument("--fail", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replies", type=Path)
@@ -124,8 +138,8 @@ async def main() -> None:
     arguments = parser.parse_args()
     replies = json.loads(arguments.replies.read_text()) if arguments.replies else {}
     stub = Stub(arguments.fail, arguments.seed, replies, ids=not arguments.no_ids)
-    server = await asyncio.start_server(stub.serve, "127.0.0.1", arguments.port)
-    print("ready", flush=True)
+    server = await asyncio.start_server(stub.serve, "127.0.0.1", 0)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     async with server:
         await server.serve_forever()
 

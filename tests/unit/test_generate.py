@@ -1,10 +1,8 @@
 """Data: from servers that fail, killed on the way, each sample once; splits by hash; damage named by line."""
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,25 +31,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """
 
 
-@contextlib.contextmanager
-def stub(*options):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, stub_server.__file__, str(port), *map(str, options)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    process.stdout.readline()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture(scope="module")
 def servers(target_folder):
     """Two servers that never fail."""
-    with stub("--fail", 0) as one, stub("--fail", 0) as two:
+    with stub_server.running("--fail", 0) as one, stub_server.running("--fail", 0) as two:
         yield [one, two]
 
 
@@ -76,7 +59,7 @@ def lines_of(path):
 
 def test_two_thousand_requests_to_failing_servers_killed_three_times(tmp_path, target_folder):
     rows = [{"prompt": f"prompt number {n}"} for n in range(2000)]
-    with stub("--fail", 0.05) as one, stub("--fail", 0.05, "--seed", 1) as two:
+    with stub_server.running("--fail", 0.05) as one, stub_server.running("--fail", 0.05, "--seed", 1) as two:
         params = params_for(tmp_path, rows, [one, two], stall_timeout_s=1)
         log = tmp_path / "out" / "log.jsonl"
         for least in (300, 900, 1500):
@@ -105,7 +88,7 @@ def test_two_thousand_requests_to_failing_servers_killed_three_times(tmp_path, t
 
 def test_streamed_replies_that_break_are_asked_again(tmp_path, target_folder):
     rows = [{"prompt": f"prompt number {n}"} for n in range(100)]
-    with stub("--fail", 0.15) as server:
+    with stub_server.running("--fail", 0.15) as server:
         summary = generate.run(params_for(tmp_path, rows, [server], stream=True, stall_timeout_s=1))
     assert set(summary["failed_tries"]) == {"429", "500", "503", "timeout", "connection", "broken reply"}
     answers = read_answers(tmp_path / "out")
@@ -297,7 +280,7 @@ def test_flaws_are_counted_and_dropped_only_when_asked(tmp_path):
     }
     (tmp_path / "replies.json").write_text(json.dumps(replies))
     rows = [{"prompt": name} for name in replies]
-    with stub("--fail", 0, "--replies", tmp_path / "replies.json") as server:
+    with stub_server.running("--fail", 0, "--replies", tmp_path / "replies.json") as server:
         kept = generate.run(params_for(tmp_path, rows, [server], drop=[]))
         fewer = generate.run(params_for(tmp_path, rows, [server], drop=["loop", "empty"]))
     assert kept["samples"] == 3 and kept["dropped"] == {} and kept["refused"] == 1
@@ -310,7 +293,7 @@ def test_flaws_are_counted_and_dropped_only_when_asked(tmp_path):
 
 def test_a_server_that_refuses_everything_ends_the_run(tmp_path):
     (tmp_path / "replies.json").write_text(json.dumps({f"p{n}": {"status": 400, "message": "no"} for n in range(30)}))
-    with stub("--fail", 0, "--replies", tmp_path / "replies.json") as server:
+    with stub_server.running("--fail", 0, "--replies", tmp_path / "replies.json") as server:
         with pytest.raises(Eagle3Error, match="prompts refused; the last: 400"):
             generate.run(params_for(tmp_path, [{"prompt": f"p{n}"} for n in range(30)], [server], concurrency=2))
 
@@ -322,7 +305,7 @@ def test_a_server_that_is_not_there_is_named(tmp_path):
 
 def test_a_server_without_token_ids_is_helped_by_the_tokenizer(tmp_path, tokenizer):
     (tmp_path / "replies.json").write_text(json.dumps({"Hi": {"content": "Hello there.", "finish_reason": "stop"}}))
-    with stub("--fail", 0, "--no-ids", "--replies", tmp_path / "replies.json") as server:
+    with stub_server.running("--fail", 0, "--no-ids", "--replies", tmp_path / "replies.json") as server:
         summary = generate.run(params_for(tmp_path, [{"prompt": "Hi"}], [server]))
     answer = read_answers(tmp_path / "out")[0]
     assert summary["ids_from"] == {"tokenizer": 1}
