@@ -12,7 +12,7 @@ class Journal:
     A last line that a kill cut off is dropped. Rows that were made with other settings are not gone on with.
 
     Attributes:
-        rows: what earlier runs finished, and then what this one adds.
+        rows: what earlier runs finished.
     """
 
     def __init__(self, path: Path, settings: dict):
@@ -28,7 +28,6 @@ class Journal:
 
     def add(self, row: dict) -> None:
         """Append one row, on disk before this returns to the caller."""
-        self.rows.append(row)
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
