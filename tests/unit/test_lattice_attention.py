@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 import torch
+from test_drafter_attention import BASE
 
 from eagle3_lib import attention
 from eagle3_lib.attention import Documents, lattice_attention
-from eagle3_lib.drafter import Drafter, DrafterConfig, LatentSizes
+from eagle3_lib.drafter import Drafter, LatentSizes
 
 
 def assert_equal_to_1e5(found, expected, what=""):
@@ -58,17 +59,7 @@ def test_equals_the_plain_matrix(later_steps, heads, kv_heads, width, value_widt
         assert_equal_to_1e5(ours, theirs)
 
 
-LLAMA = DrafterConfig(
-    hidden_size=32,
-    intermediate_size=48,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=50,
-    draft_vocab_size=20,
-    target_hidden_size=24,
-    boundaries=(2, 5, 7),
-)
+LLAMA = BASE.with_(target_hidden_size=24)
 MLA = LLAMA.with_(
     latent=LatentSizes(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10),
     head_dim=4,
