@@ -5,7 +5,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_generate import params_for, stub
+import stub_server
+from test_generate import params_for
 from tokenizers import AddedToken, Tokenizer
 
 from eagle3_lib import generate, reasoning
@@ -30,7 +31,7 @@ def thinking_target(tmp_path_factory, target_folder):
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_thought_is_captured_and_renders_as_the_servers_ids(tmp_path, thinking_target, stream):
     (tmp_path / "replies.json").write_text(json.dumps(REPLIES))
-    with stub("--fail", 0, "--replies", tmp_path / "replies.json") as server:
+    with stub_server.running("--fail", 0, "--replies", tmp_path / "replies.json") as server:
         params = params_for(tmp_path, [{"prompt": name} for name in REPLIES], [server], stream=stream)
         summary = generate.run(params.model_copy(update={"target": str(thinking_target)}))
     answers, tokens = {a.prompt: a for a in iter_answers(tmp_path / "out")}, reasoning.Tokens(thinking_target)
