@@ -79,26 +79,37 @@ def capture(
             ids = torch.tensor([text + [0] * (length - len(text)) for text in group], device=target.device)
             mask = torch.tensor([[1] * len(text) + [0] * (length - len(text)) for text in group], device=target.device)
             hidden = target.base_model(ids, attention_mask=mask, use_cache=False).last_hidden_state
-            for row, text in enumerate(group):
-                streams = {stream: values[row, : len(text)] for stream, values in seen.items()}
-                last_hidden = hidden[row, : len(text)]
+            lengths = [len(text) for text in group]
+            argmax, mass = choices(target.lm_head, hidden[mask.bool()], draft_ids)
+            masses = [None] * len(group) if mass is None else mass.split(lengths)
+            for row, (n, ids_of, mass_of) in enumerate(zip(lengths, argmax.split(lengths), masses, strict=True)):
+                streams = {stream: values[row, :n] for stream, values in seen.items()}
                 fused = torch.cat([streams[RESIDUAL, k] for k in boundaries], -1)
-                argmax, mass = choices(target.lm_head, last_hidden, draft_ids)
-                yield Features(fused, last_hidden, argmax, streams, mass)
+                yield Features(fused, hidden[row, :n], ids_of, streams, mass_of)
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def choices(head: Callable, last_hidden: Tensor, draft_ids: Tensor | None = None, rows: int = 1024):
-    """([T] greedy ids, [T] float32 probability of the draft vocabulary or None), ``rows`` positions' logits at a time."""
-    argmax, mass = [], []
+def choices(head: Callable, last_hidden: Tensor, draft_ids: Tensor | None = None, rows: int = 1024, slice_rows: int = 64):
+    """([T] greedy ids, [T] float32 probability of the draft vocabulary or None).
+
+    ``rows`` positions' logits are held at a time, and exponentials of ``slice_rows``, few enough for a processor's cache.
+    """
+    argmax, mass, among = [], [], None
     for hidden in last_hidden.split(rows):
         logits = head(hidden)
-        argmax.append(logits.argmax(-1))
-        if draft_ids is not None:
-            logits = logits.float()
-            mass.append((logits[:, draft_ids].logsumexp(-1) - logits.logsumexp(-1)).exp())
+        if draft_ids is None:
+            argmax.append(logits.argmax(-1))
+            continue
+        if among is None:  # [V, 2] of 0 and 1: the draft vocabulary, and all
+            among = torch.ones(logits.shape[-1], 2, device=logits.device)
+            among[:, 0] = torch.zeros_like(among[:, 1]).index_fill(0, draft_ids, 1)
+        for part in logits.split(slice_rows):
+            top, ids = part.max(-1, keepdim=True)
+            drafted, total = ((part.float() - top).exp_() @ among).unbind(-1)
+            argmax.append(ids.squeeze(-1))
+            mass.append(drafted / total)
     return torch.cat(argmax), torch.cat(mass) if mass else None
 
 
