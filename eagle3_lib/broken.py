@@ -176,6 +176,7 @@ def captured(value: Callable):
     """Boundaries captured as ``value(model, hidden_states, residual)``: their sum is the residual stream."""
 
     def patch() -> None:
+        from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
         from vllm.model_executor.models.interfaces import EagleModelMixin
 
         def patched(self, aux_hidden_states, layer_idx, hidden_states, residual):
@@ -184,8 +185,37 @@ def captured(value: Callable):
             return aux_hidden_states
 
         EagleModelMixin._maybe_add_hidden_state = patched
+        _capture_deepseek(DeepseekV2Model, value)
 
     return patch
+
+
+def _capture_deepseek(model_class: type, value: Callable) -> None:
+    """The same for DeepSeek and Kimi targets, whose forward pass sums by itself: what a boundary's layer is given."""
+    original = model_class.forward
+
+    def patched(self, *args, **others):
+        boundaries, self.aux_hidden_state_layers = self.aux_hidden_state_layers, ()
+        captured: list[Tensor] = []
+
+        def before(_, inputs):
+            captured.append(value(self, *inputs[1:3]))
+
+        def after_last(_, __, outputs):
+            captured.append(value(self, *outputs))
+
+        last = len(self.layers)
+        hooks = [self.layers[k].register_forward_pre_hook(before) for k in boundaries if k < last]
+        hooks += [self.layers[-1].register_forward_hook(after_last) for k in boundaries if k == last]
+        try:
+            hidden = original(self, *args, **others)
+        finally:
+            self.aux_hidden_state_layers = boundaries
+            for hook in hooks:
+                hook.remove()
+        return (hidden, captured) if captured else hidden
+
+    model_class.forward = patched
 
 
 def float8_features() -> None:
