@@ -236,13 +236,13 @@ class Trainer:
         self.out, self.state = project_path(params.out), State()
         self.train, self.held_out = (store.split(name) for name in ("train", "held_out"))
         self.drafter, target_head = starting_drafter(params, store)
+        if params.overfit:
+            self.train = self.held_out = self._sample_to_overfit()
         if not self.train or not self.held_out:
             raise Eagle3Error(
                 f"{params.features}: found {len(self.train)} train and {len(self.held_out)} held-out samples, expected some of each"
             )
         self.target_ids = self.drafter.target_ids.clone()
-        if params.overfit:
-            self.train = self.held_out = [self._sample_to_overfit()]
         self.drafter.to(accelerator.device)
         if params.compile:
             for layer in self.drafter.layers:
@@ -478,17 +478,23 @@ class Trainer:
         since = len(self.state.evaluations) - 1 - _best(self.state.evaluations)
         return 0 < self.params.patience <= since
 
-    def _sample_to_overfit(self) -> int:
+    def _sample_to_overfit(self) -> list[int]:
         """The first train sample that can be accepted whole: the target's own greedy answer, all in the draft vocabulary."""
+        covered = [0.0]
         for number in self.train:
             sample = self.store[number]
             answer = torch.tensor(sample.token_ids[sample.prompt_length :])
             greedy = sample.features.argmax.long()[sample.prompt_length - 1 : -1]
             rounds = len(answer) // (self.params.num_speculative_tokens + 1)
-            if rounds > 1 and torch.equal(answer, greedy) and bool(self.drafter.t2d[answer].all()):
-                return number
+            if rounds > 1 and torch.equal(answer, greedy):
+                covered.append(self.drafter.t2d[answer].float().mean().item())
+                if covered[-1] == 1:
+                    return [number]
         raise Eagle3Error(
-            f"{self.params.features}: overfit: found no train sample whose answer is the target's greedy one and lies in the draft vocabulary"
+            f"{self.params.features}: overfit: found no train sample whose answer is the target's greedy one and lies in the "
+            f"draft vocabulary, {len(covered) - 1} of {len(self.train)} answers are greedy and of two rounds or more, and the "
+            f"vocabulary holds at most {max(covered):.0%} of one; expected 100 %: other prompts, temperature 0, or "
+            f"change_vocabulary in stage extract"
         )
 
     def _refuse_less_than_all(self) -> None:
