@@ -1,6 +1,6 @@
-"""Where features come from: the target in transformers, or vLLM's own extract_hidden_states.
+"""Where features come from: the target in transformers, vLLM's own extract_hidden_states, or SGLang's hidden states.
 
-Both give, for each text, :class:`eagle3_lib.replay.Features` of the same boundaries, so that a store does not depend on
+All give, for each text, :class:`eagle3_lib.replay.Features` of the same boundaries, so that a store does not depend on
 the backend, and :mod:`eagle3_lib.parity` can hold one against the other.
 """
 
@@ -34,7 +34,8 @@ class Wanted:
     """What is extracted from which target.
 
     folder: the target's; boundaries: in the drafter's order; draft_ids: target ids of the draft vocabulary, None: all.
-    dtype: of the target's weights. engine_python, engine_options: vLLM's interpreter, and further arguments of vllm.LLM.
+    dtype: of the target's weights. engine_python, engine_options: the engine's interpreter, and further arguments of
+    vllm.LLM or SGLang's server. last_hidden: False where ``fused`` is enough, which spares SGLang a server.
     """
 
     folder: Path
@@ -46,6 +47,7 @@ class Wanted:
     engine_options: dict | None = None
     max_model_len: int = 2048
     log: Path | None = None
+    last_hidden: bool = True
 
 
 @contextlib.contextmanager
@@ -125,7 +127,21 @@ def vllm_backend(wanted: Wanted) -> Iterator[Backend]:
                 process.wait(2)
 
 
-BACKENDS = {"transformers": transformers_backend, "vllm": vllm_backend}
+@contextlib.contextmanager
+def sglang_backend(wanted: Wanted) -> Iterator[Backend]:
+    """SGLang's servers; see :func:`eagle3_lib.sglang_tap.backend`."""
+    from . import sglang_tap  # it imports this module
+
+    with sglang_tap.backend(wanted) as features:
+        yield features
+
+
+BACKENDS = {"transformers": transformers_backend, "vllm": vllm_backend, "sglang": sglang_backend}
+
+
+def offered(backend: str, layers: int) -> tuple[int, ...]:
+    """The boundaries that a backend can give: SGLang gives neither the embedding's output nor the last layer's."""
+    return tuple(range(1, layers) if backend == "sglang" else range(layers + 1))
 
 
 class Tail:

