@@ -1,6 +1,6 @@
 """Serving engines: each runs in a subprocess under its own interpreter and is spoken to over HTTP.
 
-One module an engine, all with ``installed``, ``serve``, ``complete``, ``counters`` and ``start_profile``.
+One module an engine, all with ``installed``, ``serve``, ``complete``, ``decode``, ``counters`` and ``start_profile``.
 """
 
 import httpx
@@ -28,6 +28,17 @@ def complete(server: Server, prompt_ids: list[int], max_tokens: int, **options) 
     Options: temperature, seed, stream, as :func:`eagle3_lib.engines.base.complete` has them.
     """
     return MODULES[server.engine].complete(server, prompt_ids, max_tokens, **options)
+
+
+def decode(server: Server, prompt_ids: list[int], tokens: int, batch: int) -> int:
+    """Decode ``batch`` requests with the same prompt at once, greedily, each exactly ``tokens`` long; returns tokens in all.
+
+    They are sent as one, so that the engine has them all from the start.
+
+    Raises:
+        Eagle3Error: an error of the server.
+    """
+    return MODULES[server.engine].decode(server, prompt_ids, tokens, batch)
 
 
 def counters(server: Server) -> dict | None:

@@ -105,6 +105,18 @@ def complete(
     return result
 
 
+def decode(server: Server, prompt_ids: list[int], tokens: int, batch: int) -> int:
+    """A list of prompts in one request to /generate; see :func:`eagle3_lib.engines.decode`."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {"input_ids": [prompt_ids] * batch, "sampling_params": sampling}
+    try:
+        reply = _client(server.url, server.stall_s).post("/generate", json=body)
+        reply.raise_for_status()
+        return sum(answer["meta_info"]["completion_tokens"] for answer in reply.json())
+    except (httpx.HTTPError, ValueError) as error:
+        raise Eagle3Error(failure(server, error)) from error
+
+
 @functools.cache
 def _client(url: str, timeout_s: float) -> httpx.Client:
     return httpx.Client(base_url=url, timeout=timeout_s, limits=httpx.Limits(max_connections=None))

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import openai
 from prometheus_client.parser import text_string_to_metric_families
 
+from ..errors import Eagle3Error
 from ..params import Serving
 from . import options
-from .base import PLAIN, Server, Speculation, complete, find_distribution, interpreter, launch, pick_port
+from .base import PLAIN, Server, Speculation, complete, failure, find_distribution, interpreter, launch, pick_port
 
 # The default entry point, `vllm serve`, asks for a distribution named vllm, which the CPU build is not. Started by -c,
 # not -m: children that Python spawns would otherwise import the whole API server once more each.
@@ -111,6 +113,21 @@ def serve(
         yield running
 
 
+def decode(server: Server, prompt_ids: list[int], tokens: int, batch: int) -> int:
+    """A list of prompts in one completion; see :func:`eagle3_lib.engines.decode`."""
+    try:
+        reply = server.client().completions.create(
+            model=server.model,
+            prompt=[prompt_ids] * batch,
+            max_tokens=tokens,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+        )
+    except openai.APIError as error:
+        raise Eagle3Error(failure(server, error)) from error
+    return reply.usage.completion_tokens
+
+
 def counters(server: Server) -> dict | None:
     """Speculation counters since the server's start: {"rounds", "accepted": [by position]} (v1/spec_decode/metrics.py)."""
     rounds, accepted = 0, {}
@@ -129,4 +146,4 @@ def start_profile(server: Server, folder: Path) -> None:
     httpx.post(f"{server.url}/start_profile", timeout=60).raise_for_status()
 
 
-__all__ = ["complete", "counters", "installed", "serve", "start_profile"]
+__all__ = ["complete", "counters", "decode", "installed", "serve", "start_profile"]
