@@ -127,13 +127,50 @@ class PreflightParams(Stage):
 
 
 class ProfileParams(Serving):
-    """02: one decode under the engine's torch profiler; plain, or with a drafter's folder in ``drafter``."""
+    """02: decodes under the engine's torch profiler; plain, or with a drafter's folder in ``drafter``.
+
+    batches: so many requests with the prompt at a time, one trace each. setups: servers to trace, name -> fields of this
+    stage that are other there, such as {"eager": false}; {} is one server, as the stage says.
+    """
 
     out: str = "runs/{run}/profile"
     prompt: str = "Explain in a few sentences why the sky is blue."
     decode_tokens: int = Field(8, ge=2)
+    batches: list[int] = Field([1], min_length=1)
+    setups: dict[str, dict] = {}
     drafter: str = ""
     num_speculative_tokens: int = Field(4, ge=1)
+
+    @field_validator("batches")
+    @classmethod
+    def batches_are_different_numbers(cls, batches: list[int]) -> list[int]:
+        if min(batches) < 1 or len(set(batches)) < len(batches):
+            raise ValueError("different numbers of requests, each 1 or more")
+        return batches
+
+    @model_validator(mode="after")
+    def setups_are_settings_of_servers(self) -> Self:
+        self.servers()
+        return self
+
+    def servers(self) -> dict[str, Self]:
+        """The parameters of each server, by name.
+
+        Raises:
+            ValueError: a setup's name is no name, or it has a field that is not one of a server, or of a wrong value.
+        """
+        servers, own = {}, self.model_dump() | {"setups": {}}
+        for name, settings in self.setups.items():
+            if not re.fullmatch(NAME, name):
+                raise ValueError(f"setups: found the name {name!r}, expected letters, digits, '_', '.', '-'")
+            if fixed := sorted(settings.keys() & {"run", "out", "batches", "setups"}):
+                raise ValueError(f"setups: {name}.{fixed[0]}: the same in all setups")
+            try:
+                servers[name] = type(self).model_validate(own | settings)
+            except ValidationError as error:
+                fault = error.errors()[0]
+                raise ValueError(f"setups: {name}.{'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
+        return servers or {self.engine: self}
 
 
 class Sampling(BaseModel):

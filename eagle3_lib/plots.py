@@ -295,6 +295,31 @@ def profile(result: dict) -> Figure:
     return figure
 
 
+def communication(decodes: list[dict]) -> Figure:
+    """Share of communication in the busy time by requests at a time, a line for each setup.
+
+    Args:
+        decodes: of profile.json: {"setup", "batch", "communication_share", ...}; one trace each.
+    """
+    figure, axes = plt.subplots()
+    for index, setup in enumerate(dict.fromkeys(decode["setup"] for decode in decodes)):
+        points = [decode for decode in decodes if decode["setup"] == setup]
+        axes.plot(
+            [point["batch"] for point in points],
+            [100 * point["communication_share"] for point in points],
+            color=f"C{index}",
+            marker=MARKERS[index % len(MARKERS)],
+            linestyle=LINES[index % len(LINES)],
+            label=setup,
+        )
+    ticks = sorted({decode["batch"] for decode in decodes})
+    axes.set(xlabel="requests at a time", ylabel="communication\n(% of busy time)", xscale="log", ylim=(0, 100))
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    figure.legend(loc="outside upper left", ncols=2)
+    return figure
+
+
 # ---------------------------------------------------------------------------------------------------- data and training
 
 

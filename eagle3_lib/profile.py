@@ -1,41 +1,76 @@
-"""Stage 02: where one decode spends its time, from the engine's own torch profiler.
+"""Stage 02: where a decode spends its time, from the engine's own torch profiler.
 
 The share of communication decides whether speculation can pay: it is paid once a step, whatever the step's number of
 tokens. On a single CPU process there is none, and the stage says so.
 """
 
-from . import engines, targets, traces
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import engines, fit, targets, traces
 from .params import ProfileParams
 from .provenance import project_path, stage, write_json
 
+OF_DECODE = ("setup", "ranks", "eager", "batch", "engine", "version", "device", "tokens", "seconds", "busy_s")
+OF_DECODE += ("idle_share", "communication_share", "communication_hidden", "share")
+
 
 def run(params: ProfileParams) -> dict:
-    """Serve the target, plainly or with a drafter, trace one decode, and share its time out by kind of operation.
+    """Serve the target in each setup, trace a decode of each batch, and share its time out by kind of operation.
 
     Returns:
-        What :func:`eagle3_lib.traces.summarise` returns, with "tokens", "seconds", "drafter", "engine", "version", "load_s".
+        Of the first decode what :func:`eagle3_lib.traces.summarise` returns, with "setup", "ranks": over how many the
+        target is divided, "eager", "batch": requests at a time, "tokens", "seconds", "drafter", "engine", "version",
+        "target", "load_s"; and "decodes": of each the fields in ``OF_DECODE``.
     """
-    out, folder = project_path(params.out), targets.resolve(params.target)
-    speculation = engines.PLAIN
-    if params.drafter:
-        speculation = engines.Speculation("drafter", params.drafter, params.num_speculative_tokens)
+    out = project_path(params.out)
     with stage("profile", params) as notes:
-        where = out / "traces"
-        for old in where.glob("*"):
-            old.unlink()
-        tokenizer = targets.load_tokenizer(folder)
-        prompt = targets.render(tokenizer, [{"role": "user", "content": params.prompt}])
-        with engines.serve(params, folder, out / "server.log", speculation, profile_dir=where) as server:
-            engines.complete(server, prompt, params.decode_tokens)
-            engines.start_profile(server, where)
-            answer = engines.complete(server, prompt, params.decode_tokens)
-            engines.stop_profile(server)
-        result = traces.summarise(traces.read(where)) | {
-            "tokens": len(answer.output_ids),
-            "seconds": round(answer.seconds, 3),
-            "drafter": params.drafter,
-        }
-        result |= {"engine": server.engine, "version": server.version, "load_s": server.load_s}
+        shutil.rmtree(out / "traces", ignore_errors=True)
+        found = [decode for name, setup in params.servers().items() for decode in _decodes(name, setup, out)]
+        result = found[0] | {"decodes": [{key: decode[key] for key in OF_DECODE} for decode in found]}
         write_json(out / "profile.json", result)
         notes |= {"communication_share": result["communication_share"]}
     return result
+
+
+def _decodes(name: str, params: ProfileParams, out: Path) -> Iterator[dict]:
+    """One server, a trace of each batch."""
+    folder, speculation = targets.resolve(params.target), engines.PLAIN
+    if params.drafter:
+        speculation = engines.Speculation("drafter", params.drafter, params.num_speculative_tokens)
+    prompt = targets.render(targets.load_tokenizer(folder), [{"role": "user", "content": params.prompt}])
+    where = out / "traces" / name
+    where.mkdir(parents=True)
+    with engines.serve(params, folder, out / f"server_{name}.log", speculation, profile_dir=where) as server:
+        for batch in params.batches:
+            engines.decode(server, prompt, params.decode_tokens, batch)
+            engines.start_profile(server, where)
+            started = time.monotonic()
+            tokens = engines.decode(server, prompt, params.decode_tokens, batch)
+            seconds = time.monotonic() - started
+            engines.stop_profile(server)
+            yield traces.summarise(traces.read(_set_apart(where, batch)), batch) | {
+                "setup": name,
+                "ranks": fit.tensor_parallel(params.engine_args),
+                "eager": params.eager,
+                "batch": batch,
+                "tokens": tokens,
+                "seconds": round(seconds, 3),
+                "target": params.target,
+                "drafter": params.drafter,
+                "engine": server.engine,
+                "version": server.version,
+                "load_s": server.load_s,
+            }
+
+
+def _set_apart(folder: Path, batch: int) -> Path:
+    """Move the traces just written, which lie in the one folder that the server was given, to one of their batch's own."""
+    own = folder / f"batch-{batch}"
+    own.mkdir()
+    for path in folder.iterdir():
+        if path.is_file():
+            path.rename(own / path.name)
+    return own

@@ -7,10 +7,11 @@ than 1, and what overlaps of communication is told.
 """
 
 import gzip
+import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
 # vLLM's first model runner marks its parts (VLLM_CUSTOM_SCOPES_FOR_PROFILING), and every runner each step with its
 # numbers of requests: execute_context_<prefilling>(<tokens>)_generation_<decoding>(<tokens>). Read in vLLM 0.32.0.
 DRAFTER_RANGE = re.compile(r"gpu_model_runner: draft|\bdraft_(model|forward|extend)", re.IGNORECASE)
-PREFILL_RANGE = re.compile(r"execute_context_[1-9]")
+STEP_RANGE = re.compile(r"execute_context_(?P<prefilling>\d+)\(.*?\)_generation_(?P<decoding>\d+)\(")
 TOP = 15
 
 
@@ -86,17 +87,19 @@ def read(folder: Path) -> list[Trace]:
     return sorted(found, key=lambda trace: trace.rank)
 
 
-def summarise(traces: Sequence[Trace]) -> dict:
+def summarise(traces: Sequence[Trace], batch: int = 1) -> dict:
     """Busy time by kind, of each rank and as a mean over ranks.
 
+    Args:
+        batch: how many requests the steps to count decode, where the engine marks them.
     Returns:
         {"device", "busy_s", "idle_share", "share": {kind: of the busy time}, "communication_share",
         "communication_hidden": the share of communication during which something else ran too, "ranks": [the same of each
         rank, with "rank"], "top": of the first rank [[name, kind, seconds, calls]]}.
     """
     gpu = any(event["cat"] == "kernel" for trace in traces for event in trace.events)
-    of_ranks = [segments(trace.events, "kernel" if gpu else "cpu_op") for trace in traces]
-    ranks = [{"rank": trace.rank} | _shares(found) for trace, found in zip(traces, of_ranks, strict=True)]
+    of_ranks = [segments(trace.events, "kernel" if gpu else "cpu_op", batch) for trace in traces]
+    ranks = [{"rank": trace.rank} | _shares(found, batch) for trace, found in zip(traces, of_ranks, strict=True)]
     mean = {key: _mean(rank[key] for rank in ranks) for key in ("busy_s", "idle_share", "communication_share")}
     hidden = [rank["communication_hidden"] for rank in ranks if rank["communication_hidden"] is not None]
     kinds = ranks[0]["share"]
@@ -110,14 +113,14 @@ def summarise(traces: Sequence[Trace]) -> dict:
     }
 
 
-def segments(events: list[dict], category: str) -> list[Segment]:
-    """The operations of a category in the decode steps, each with its kind.
+def segments(events: list[dict], category: str, batch: int = 1) -> list[Segment]:
+    """The operations of a category in the steps that decode ``batch`` requests, each with its kind.
 
-    Steps that the engine marks as prefill are left out. What runs within a range of the drafter is the drafter's, but for
-    its communication.
+    Where the engine marks its steps, those that prefill or decode another number are left out, each up to the next. What
+    runs within a range of the drafter is the drafter's, but for its communication.
     """
     marks = [event for event in events if event["cat"] == ("gpu_" if category == "kernel" else "") + "user_annotation"]
-    prefill = _union((e["ts"], e["ts"] + e["dur"]) for e in marks if PREFILL_RANGE.search(e["name"]))
+    others = _union(_other_steps(marks, batch))
     drafter = _union((e["ts"], e["ts"] + e["dur"]) for e in marks if DRAFTER_RANGE.search(e["name"]))
     chosen = [event for event in events if event["cat"] == category]
     if category == "cpu_op":
@@ -128,13 +131,22 @@ def segments(events: list[dict], category: str) -> list[Segment]:
     starts = np.array([start for _, start, _ in pieces])
     result = []
     for (call, start, end), left_out, drafts in zip(
-        pieces, _inside(prefill, starts), _inside(drafter, starts), strict=True
+        pieces, _inside(others, starts), _inside(drafter, starts), strict=True
     ):
         if not left_out:
             name = chosen[call]["name"]
             kind = DRAFTER if drafts and kinds[name] != COMMUNICATION else kinds[name]
             result.append(Segment(call, name, kind, start, end))
     return result
+
+
+def _other_steps(marks: list[dict], batch: int) -> Iterator[tuple[float, float]]:
+    """From the start of each step that does anything but decode ``batch`` requests to the start of the next."""
+    found = ((event["ts"], STEP_RANGE.search(event["name"])) for event in marks)
+    steps = sorted((start, int(step["prefilling"]), int(step["decoding"])) for start, step in found if step)
+    for (start, prefilling, decoding), (end, *_) in itertools.pairwise([*steps, (float("inf"),)]):
+        if prefilling or decoding != batch:
+            yield start, end
 
 
 def own_times(events: list[dict]) -> list[tuple[str, float]]:
@@ -174,10 +186,13 @@ def _own(events: list[dict]) -> list[tuple[int, float, float]]:
     return found
 
 
-def _shares(found: list[Segment]) -> dict:
+def _shares(found: list[Segment], batch: int) -> dict:
     """What one rank was busy with: unions of intervals over its streams or threads."""
     if not found:
-        raise Eagle3Error("trace: found no operator outside prefill, expected decode steps; decode more tokens")
+        raise Eagle3Error(
+            f"trace: found no operator in steps that decode {batch} requests and prefill none, expected some; decode more "
+            "tokens, or fewer requests at a time"
+        )
     spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in (*KINDS, DRAFTER, "other")}
     for segment in found:
         spans[segment.kind].append((segment.start, segment.end))

@@ -7,6 +7,7 @@ import pytest
 
 from eagle3_lib import plots, traces
 from eagle3_lib.errors import Eagle3Error
+from eagle3_lib.params import ProfileParams
 
 
 def event(name, start, duration, cat="cpu_op", thread=1):
@@ -104,6 +105,59 @@ def test_streams_are_united_and_ranks_kept_apart(tmp_path):
     ]
 
 
+def test_steps_count_that_decode_the_whole_batch():
+    steps = [(1, 0), (1, 1), (0, 2), (0, 2), (0, 1), (0, 0)]  # requests that prefill and that decode
+    events = []
+    for place, (prefilling, decoding) in enumerate(steps):
+        name = f"execute_context_{prefilling}({40 * prefilling})_generation_{decoding}({5 * decoding})"
+        events += [
+            event(name, 100 * place, 50, "user_annotation"),
+            event("aten::mm", 100 * place + 10, 30),
+            event("aten::argmax", 100 * place + 60, 10),  # sampling, after the marked part of the step
+        ]
+    both, one = (traces.summarise([traces.Trace(0, events)], batch) for batch in (2, 1))
+    assert (both["busy_s"], one["busy_s"]) == (0.0001, 0.0)  # 80 and 40 us
+    assert both["share"]["dense matmul"] == one["share"]["dense matmul"] == 0.75
+    assert both["top"] == [["aten::mm", "dense matmul", 0.0001, 2], ["aten::argmax", "sampling", 0.0, 2]]
+    with pytest.raises(Eagle3Error, match="no operator in steps that decode 3 requests"):
+        traces.summarise([traces.Trace(0, events)], 3)
+
+
+def test_setups_are_servers_of_their_own():
+    assert list(ProfileParams().servers()) == ["vllm"] and ProfileParams().servers()["vllm"].eager
+    setups = {"tp2": {"engine_args": ["-tp", "2"]}, "tp2_graphs": {"engine_args": ["-tp", "2"], "eager": False}}
+    servers = ProfileParams(run="mine", batches=[1, 8], dtype="bfloat16", setups=setups).servers()
+    assert [(s.engine_args, s.eager) for s in servers.values()] == [(["-tp", "2"], True), (["-tp", "2"], False)]
+    assert {(s.dtype, s.out) for s in servers.values()} == {("bfloat16", "runs/mine/profile")}
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"setups": {"tp2": {"engine_arg": []}}}, "setups: tp2.engine_arg: Extra inputs"),
+        ({"setups": {"tp2": {"eager": "no"}}}, "setups: tp2.eager: Input should be a valid boolean"),
+        ({"setups": {"tp2": {"out": "runs/x"}}}, "setups: tp2.out: the same in all setups"),
+        ({"setups": {"two GPUs": {}}}, "setups: found the name 'two GPUs'"),
+        ({"batches": [1, 8, 8]}, "batches: found [1, 8, 8], expected: different numbers of requests"),
+    ],
+)
+def test_setups_and_batches_that_are_none(values, told):
+    with pytest.raises(Eagle3Error) as error:
+        ProfileParams.check(values, "params/mine.yaml: profile")
+    assert told in str(error.value)
+
+
+def test_the_figure_has_a_line_for_each_setup():
+    decodes = [
+        {"setup": setup, "batch": batch, "communication_share": share}
+        for setup, shares in {"tp1": (0, 0), "tp2": (0.5, 0.25)}.items()
+        for batch, share in zip((1, 64), shares, strict=True)
+    ]
+    axes = plots.communication(decodes).axes[0]
+    assert [(line.get_label(), list(line.get_ydata())) for line in axes.lines] == [("tp1", [0, 0]), ("tp2", [50, 25])]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "64"]
+
+
 def test_an_operator_that_calls_others_counts_once():
     events = [event("_C::attention", 0, 100), event("aten::copy_", 10, 10), event("aten::copy_", 50, 10)]
     result = traces.summarise([traces.Trace(0, events)])
@@ -114,7 +168,7 @@ def test_an_operator_that_calls_others_counts_once():
 
 def test_a_trace_without_decode_steps_is_refused(tmp_path):
     prefill = gpu_trace(1)[:2]
-    with pytest.raises(Eagle3Error, match="no operator outside prefill"):
+    with pytest.raises(Eagle3Error, match="no operator in steps that decode 1 requests and prefill none"):
         traces.summarise([traces.Trace(0, prefill)])
     with pytest.raises(Eagle3Error, match="found no trace with operators"):
         traces.read(tmp_path)
