@@ -13,8 +13,8 @@ from . import engines, fit, targets, traces
 from .params import ProfileParams
 from .provenance import project_path, stage, write_json
 
-OF_DECODE = ("setup", "ranks", "eager", "batch", "engine", "version", "device", "tokens", "seconds", "busy_s")
-OF_DECODE += ("idle_share", "communication_share", "communication_hidden", "share")
+SHARES = "busy_s", "idle_share", "communication_share", "communication_hidden", "share"
+OF_DECODE = "setup", "ranks", "eager", "batch", "engine", "version", "device", "tokens", "seconds", *SHARES
 
 
 def run(params: ProfileParams) -> dict:
