@@ -111,18 +111,18 @@ def layer_ids(rising: list[int], version: str, target: audit.Target) -> list[int
 def _serve(wanted: Wanted, words: list[str], given: dict, streams: int) -> Iterator[Tap]:
     """A server whose answers hold ``streams`` hidden states a token."""
     dtype, width = getattr(torch, wanted.dtype), streams * targets.load_config(wanted.folder).hidden_size
-    params = Serving(
-        out="",
-        engine="sglang",
-        engine_python=wanted.engine_python,
-        engine_args=[*WHOLE_PROMPTS, *words, *_words(given)],
-        dtype=wanted.dtype,
-        max_model_len=max(16, wanted.max_model_len),
-        start_timeout_s=START_TIMEOUT_S,
-    )
+    settings = {
+        "out": "",
+        "engine": "sglang",
+        "engine_python": wanted.engine_python,
+        "engine_args": [*WHOLE_PROMPTS, *words, *_words(given)],
+        "dtype": wanted.dtype,
+        "max_model_len": max(16, wanted.max_model_len),
+        "start_timeout_s": START_TIMEOUT_S,
+    }
     with (
         tempfile.TemporaryDirectory(prefix="eagle3-") as folder,
-        engines.serve(params, wanted.folder, Path(folder) / "sglang.log") as server,
+        engines.serve(Serving.model_validate(settings), wanted.folder, Path(folder) / "sglang.log") as server,
     ):
 
         def tap(text: list[int]) -> Tensor:
