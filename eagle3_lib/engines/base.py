@@ -7,6 +7,7 @@ is interrupted, and with the kernel, however that dies.
 import contextlib
 import functools
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from ..provenance import project_path, short_path
 from . import definitions
 
 LOG_LINES_SHOWN = 25
+ERROR_LINE = re.compile(r"(?:^|\])\s*[\w.]+(?:Error|Exception): ")
 
 
 @dataclass(frozen=True)
@@ -227,8 +229,12 @@ def _wait_ready(process: subprocess.Popen, server: Server, log: Path, deadline: 
 
 
 def log_tail(log: Path) -> str:
+    """The last lines of a log, and the first error before them: an engine's own last words may only refer to it."""
     lines = log.read_text(errors="replace").splitlines()
-    return "\n".join([f"Last lines of {short_path(log)}:", *(f"  {line}" for line in lines[-LOG_LINES_SHOWN:])])
+    before, last = lines[:-LOG_LINES_SHOWN], lines[-LOG_LINES_SHOWN:]
+    first = next((line for line in before if ERROR_LINE.search(line)), None)
+    told = [f"First error in {short_path(log)}:", f"  {first}"] if first else []
+    return "\n".join([*told, f"Last lines of {short_path(log)}:", *(f"  {line}" for line in last)])
 
 
 def failure(server: Server, error: Exception) -> str:

@@ -84,3 +84,18 @@ def test_finished_repeats_outlive_an_engine_that_dies(tmp_path, monkeypatch):
     assert result["waves"][0] == kept[2]["wave"] and [wave["repeat"] for wave in result["waves"]] == [0, 1, 2]
     assert [request["id"] for request in result["requests"]] == ["a", "b"] and len(result["timed"]) == 6
     assert not (tmp_path / "finished.jsonl").exists()
+
+
+def test_the_first_error_of_a_long_log_is_told(tmp_path):
+    """As vLLM 0.32 ends that cannot divide a drafter's 8192 tokens over three ranks."""
+    cause = "(Worker_TP0 pid=22003) ERROR 11-29 23:45:11 [multiproc_executor.py:953] AssertionError: 8192 is not divisible by 3"
+    lines = [
+        "WARNING [system_utils.py:255] Found ulimit of 20000, which can cause errors like `OSError: [Errno 24] Too many`"
+    ]
+    lines += ["Traceback (most recent call last):", cause, *["  frames of the API server"] * 40]
+    lines += ["RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"]
+    (tmp_path / "server.log").write_text("\n".join(lines))
+    told = base.log_tail(tmp_path / "server.log").splitlines()
+    assert told[:2] == ["First error in server.log:", f"  {cause}"] and told[-1] == f"  {lines[-1]}"
+    (tmp_path / "server.log").write_text("\n".join(lines[-20:]))
+    assert base.log_tail(tmp_path / "server.log").splitlines()[0] == "Last lines of server.log:"
