@@ -37,7 +37,7 @@ test: .venv/ready
 lint: .venv/ready
 	$(BIN)/ruff check -q .
 	$(BIN)/ruff format --check -q .
-	$(BIN)/nbstripout --verify --keep-id notebooks/*.ipynb
+	$(BIN)/nbstripout --verify --keep-id notebooks/*.ipynb notebooks/recipes/*.ipynb
 	$(BIN)/snakefmt --check workflow/Snakefile
 	! $(BIN)/snakemake -s workflow/Snakefile --lint 2>&1 | grep '^    \*' | grep -v 'Specify a conda environment'
 	$(BIN)/mypy

@@ -10,9 +10,12 @@ import yaml
 
 from eagle3_lib.params import STAGES, Run
 from eagle3_lib.provenance import ROOT
+from eagle3_lib.tiny_mla import TinyMlaParams
 
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-STAGE_OF = dict(zip([path.stem for path in NOTEBOOKS], STAGES, strict=True))
+STAGE_NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+STAGE_OF = dict(zip([path.stem for path in STAGE_NOTEBOOKS], STAGES, strict=True))
+NOTEBOOKS = STAGE_NOTEBOOKS + sorted((ROOT / "notebooks" / "recipes").glob("*.ipynb"))
+MODEL_OF = {stem: STAGES[stage] for stem, stage in STAGE_OF.items()} | {"tiny_mla_target": TinyMlaParams}
 
 
 def test_one_notebook_a_stage_in_order():
@@ -23,7 +26,7 @@ def test_one_notebook_a_stage_in_order():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_parameters_are_those_of_the_model(path):
-    model = STAGES[STAGE_OF[path.stem]]
+    model = MODEL_OF[path.stem]
     inspected = papermill.inspect_notebook(str(path))
     assert set(inspected) == set(model.model_fields)
     assert all(entry["help"] for entry in inspected.values()), "each parameter has a comment"
@@ -38,7 +41,7 @@ def test_notebooks_are_thin_and_clean(path):
     notebook = nbformat.read(path, 4)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3" and notebook.metadata.language_info.name == "python"
-    assert notebook.cells[0].source.startswith(f"# {path.stem[:2]} ")
+    assert notebook.cells[0].source.startswith(f"# {path.stem[:2]} " if path.stem in STAGE_OF else "# Recipe: ")
     for cell in notebook.cells:
         if cell.cell_type == "code":
             assert not cell.outputs and cell.execution_count is None
@@ -54,10 +57,10 @@ def test_a_notebook_opens_and_ends_as_a_reader_expects(path):
     for word in ("**Inputs**", "**Outputs**", "**Run time**", "**Expect**"):
         assert word in cells[0].source, word
     assert [cell.metadata.get("tags") for cell in cells].index(["parameters"]) == 1
-    assert f"{STAGES[STAGE_OF[path.stem]].__name__}.from_notebook(globals())" in cells[2].source
+    assert f"{MODEL_OF[path.stem].__name__}.from_notebook(globals())" in cells[2].source
     assert cells[-1].source.startswith("## What you should see\n\n") and "\n\n**Next**: " in cells[-1].source
-    following = f"{int(path.stem[:2]) + 1:02} "
-    assert f"**Next**: {following}" in cells[-1].source or path == NOTEBOOKS[-1]
+    for before, after in itertools.pairwise(STAGE_NOTEBOOKS):
+        assert path != before or f"**Next**: {after.stem[:2]} " in cells[-1].source
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
