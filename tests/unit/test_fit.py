@@ -174,3 +174,28 @@ def test_the_engine_itself(monkeypatch, target_folder):
 def test_without_a_gpu_nothing_is_asked(monkeypatch, target_folder):
     monkeypatch.setattr(fit.provenance, "gpus", lambda: [])
     assert fit.before_launch(BenchmarkParams(engine_python="/no/such"), target_folder, PLAIN) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engine", "told"),
+    [
+        (1, "vllm", []),
+        (
+            2,
+            "vllm",
+            ["target: 9 attention heads", "target: 3 KV heads", "drafter: 9 attention heads", "drafter: 3 KV heads"],
+        ),
+        (3, "vllm", ["drafter: 8192 tokens of its (draft) vocabulary"]),  # as vLLM 0.32 refused it
+        (3, "sglang", []),
+        (
+            9,
+            "vllm",
+            ["target: 49152 tokens of its (draft) vocabulary", "drafter: 8192 tokens of its (draft) vocabulary"],
+        ),
+    ],
+)
+def test_what_ranks_cannot_divide(target_folder, ranks, engine, told):
+    params = BenchmarkParams(engine=engine, engine_args=["-tp", str(ranks)])
+    found = fit.division_findings(params, target_folder, Speculation("base", "drafters/smollm2-135m-eagle3"))
+    assert [finding.what for finding in found] == [f"{words}, {ranks} ranks" for words in told]
+    assert {finding.severity for finding in found} <= {"fails"}
