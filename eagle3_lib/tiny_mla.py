@@ -194,6 +194,7 @@ def train_target(params: TinyMlaParams, texts: list[tuple[str, str]]) -> dict:
         torch.manual_seed(params.seed)
         model = DeepseekV3ForCausalLM(target_config(params))
         log = _fit(params, model, tokenizer, rows)
+        model.config.use_cache = True  # which the Trainer has turned off
         with whole_folder(folder) as work:
             model.bfloat16().save_pretrained(work)
             tokenizer.save_pretrained(work)
