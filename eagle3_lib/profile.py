@@ -14,16 +14,16 @@ from .params import ProfileParams
 from .provenance import project_path, stage, write_json
 
 SHARES = "busy_s", "idle_share", "communication_share", "communication_hidden", "share"
-OF_DECODE = "setup", "ranks", "eager", "batch", "engine", "version", "device", "tokens", "seconds", *SHARES
+OF_DECODE = "setup", "tensor_parallel", "eager", "batch", "engine", "version", "device", "tokens", "seconds", *SHARES
 
 
 def run(params: ProfileParams) -> dict:
     """Serve the target in each setup, trace a decode of each batch, and share its time out by kind of operation.
 
     Returns:
-        Of the first decode what :func:`eagle3_lib.traces.summarise` returns, with "setup", "ranks": over how many the
-        target is divided, "eager", "batch": requests at a time, "tokens", "seconds", "drafter", "engine", "version",
-        "target", "load_s"; and "decodes": of each the fields in ``OF_DECODE``.
+        Of the first decode what :func:`eagle3_lib.traces.summarise` returns, with "setup", "tensor_parallel": over how
+        many ranks the target is divided, "eager", "batch": requests at a time, "tokens", "seconds", "target", "drafter",
+        "engine", "version", "load_s"; and "decodes": of each the fields in ``OF_DECODE``.
     """
     out = project_path(params.out)
     with stage("profile", params) as notes:
@@ -53,7 +53,7 @@ def _decodes(name: str, params: ProfileParams, out: Path) -> Iterator[dict]:
             engines.stop_profile(server)
             yield traces.summarise(traces.read(_set_apart(where, batch)), batch) | {
                 "setup": name,
-                "ranks": fit.tensor_parallel(params.engine_args),
+                "tensor_parallel": fit.tensor_parallel(params.engine_args),
                 "eager": params.eager,
                 "batch": batch,
                 "tokens": tokens,
