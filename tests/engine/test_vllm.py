@@ -35,6 +35,7 @@ def test_rounds_equal_the_replay_and_tokens_the_targets_own(target, target_folde
     with vllm.serve(params, target_folder, tmp_path / "server.log", base.Speculation("base", DRAFTER, 4)) as server:
         answers = [base.complete(server, prompt, 48) for prompt in prompts]
         counted = vllm.counters(server)
+        assert vllm.decode(server, prompts[0], tokens=5, batch=3) == 15
         with pytest.raises(Eagle3Error, match="failed a completion"):
             base.complete(server, [1] * 500, 8)  # longer than max_model_len
     drafter = checkpoint.load_for(DRAFTER, params.target, target)
