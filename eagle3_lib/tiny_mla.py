@@ -64,7 +64,7 @@ class TinyMlaParams(Stage):
     learning_rate: float = Field(2.0e-3, gt=0)
     boundaries: list[int] = Field([2, 6, 9], min_length=1)
     drafter_attention: Literal["latent", "llama"] = "latent"
-    public_prompts: str = "params/prompts/tiny_explanations.jsonl"
+    public_prompts: str = "params/prompts/tiny_public.jsonl"
     public_epochs: int = Field(6, ge=1)
     public_learning_rate: float = Field(1.0e-3, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
