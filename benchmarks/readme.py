@@ -79,6 +79,17 @@ def gates_of_wheels(data: dict) -> tuple[str, str]:
     )
 
 
+def tp_agreement(data: dict) -> tuple[str, str]:
+    right = [row for row in data["rows"] if not row["extension"]]
+    (wrong,) = (row for row in data["rows"] if row["extension"])
+    equal = {f"{row['equal']} of {row['rounds']}" for row in right}
+    return (
+        f"rounds equal to the replay at tensor parallel {', '.join(str(row['ranks']) for row in right)}; at "
+        f"{wrong['ranks']} with boundaries captured before the sum over ranks",
+        f"{', '.join(sorted(equal))}{' each' if len(equal) == 1 else ''}; {wrong['equal']} of {wrong['rounds']}",
+    )
+
+
 # Each function reads benchmarks/results/ITS_NAME.json; the page tells more.
 ROWS: list[tuple[Callable[[dict], tuple[str, str]], str]] = [
     (fault_matrix, "docs/faults.md"),
@@ -86,6 +97,7 @@ ROWS: list[tuple[Callable[[dict], tuple[str, str]], str]] = [
     (losslessness, "docs/faults.md"),
     (replay_cost, ""),
     (audit_on_engine, "docs/audit.md"),
+    (tp_agreement, "docs/gpus.md"),
     (gates_of_wheels, ""),
 ]
 
