@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from eagle3_lib import broken, checkpoint, replay, targets, tiny_mla
+from eagle3_lib import broken, checkpoint, faults, replay, targets, tiny_mla
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.provenance import ROOT
 
@@ -76,6 +76,23 @@ def test_without_texts_and_with_wrong_boundaries_it_says_so(params):
         tiny_mla.train_target(params, [])
     with pytest.raises(Eagle3Error, match="boundaries: found 5, expected 0 to 4, the layers"):
         tiny_mla.TinyMlaParams.check(params.model_dump() | {"boundaries": [5]}, "here")
+
+
+@pytest.mark.parametrize("engine", ["healthy", "broken"])
+def test_published_rounds_follow_from_the_weights_in_the_repository(engine):
+    published = ROOT / "reports" / "tiny_mla" / "data" / "benchmark" / engine / "public" / "benchmark.json"
+    requests = json.loads(published.read_text())["requests"][:6]
+    target = targets.load(ROOT / "targets" / "tiny-mla")
+    drafter = checkpoint.load_for("drafters/tiny-mla-public", "targets/tiny-mla", target)
+    fault, equal, rounds, as_fault = "residual missing", 0, 0, 0
+    for request in faults.examine(target, drafter, requests, 4, [fault]):
+        for row, count in zip(request["rows"], request["hypotheses"][fault], strict=True):
+            if not row["cut"]:
+                rounds += 1
+                equal += row["engine"] == row["replay"]
+                as_fault += row["engine"] == count
+    assert rounds > 100 and (equal if engine == "healthy" else as_fault) == rounds
+    assert (as_fault if engine == "healthy" else equal) < 0.9 * rounds
 
 
 class Layer(torch.nn.Module):
