@@ -6,6 +6,7 @@ results/mla_on_cpu.json.
     python benchmarks/mla_on_cpu.py
 """
 
+import datetime
 import tempfile
 from pathlib import Path
 
@@ -13,9 +14,8 @@ import torch
 from transformers import DeepseekV3ForCausalLM
 
 from eagle3_lib import checkpoint, offline, replay, tiny_mla
-from eagle3_lib.engines import vllm
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.provenance import ROOT, write_json
+from eagle3_lib.provenance import hardware, project_path, versions, write_json
 
 STEPS, TOKENS = 4, 32
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -27,8 +27,14 @@ def main() -> None:
         case(prompts, attention, rope)
         for attention, rope in (("latent", "yarn"), ("latent", "default"), ("llama", "yarn"))
     ]
-    result = {"command": "python benchmarks/mla_on_cpu.py", "vllm": vllm.installed(), "rows": rows}
-    write_json(ROOT / "benchmarks" / "results" / "mla_on_cpu.json", result)
+    result = {
+        "command": "python benchmarks/mla_on_cpu.py",
+        "date": datetime.date.today().isoformat(),
+        "hardware": hardware(),
+        "versions": versions(),
+        "rows": rows,
+    }
+    write_json(project_path("benchmarks/results/mla_on_cpu.json"), result)
     for row in rows:
         print(row)
 

@@ -91,7 +91,9 @@ def capture(
             hook.remove()
 
 
-def choices(head: Callable, last_hidden: Tensor, draft_ids: Tensor | None = None, rows: int = 1024, slice_rows: int = 64):
+def choices(
+    head: Callable, last_hidden: Tensor, draft_ids: Tensor | None = None, rows: int = 1024, slice_rows: int = 64
+):
     """([T] greedy ids, [T] float32 probability of the draft vocabulary or None).
 
     ``rows`` positions' logits are held at a time, and exponentials of ``slice_rows``, few enough for a processor's cache.
