@@ -19,6 +19,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 from . import checkpoint, extract, generate, targets, train
 from .answers import Answer, read_answers
@@ -191,9 +192,7 @@ def train_target(params: TinyMlaParams, texts: list[tuple[str, str]]) -> dict:
         tokenizer = make_tokenizer(texts, params.vocab_size)
         messages = [[{"role": "user", "content": p}, {"role": "assistant", "content": t}] for p, t in texts]
         rows = [{"input_ids": tokenizer.apply_chat_template(m, return_dict=True)["input_ids"]} for m in messages]
-        torch.manual_seed(params.seed)
-        model = DeepseekV3ForCausalLM(target_config(params))
-        log = _fit(params, model, tokenizer, rows)
+        model, log = _fit(params, tokenizer, rows)
         model.config.use_cache = True  # which the Trainer has turned off
         with whole_folder(folder) as work:
             model.bfloat16().save_pretrained(work)
@@ -209,9 +208,16 @@ def train_target(params: TinyMlaParams, texts: list[tuple[str, str]]) -> dict:
     return notes
 
 
-def _fit(params: TinyMlaParams, model: DeepseekV3ForCausalLM, tokenizer, rows: list[dict]) -> list[dict]:
-    """transformers' Trainer over the rows; returns its log."""
+def _fit(params: TinyMlaParams, tokenizer, rows: list[dict]) -> tuple[DeepseekV3ForCausalLM, list[dict]]:
+    """transformers' Trainer over the rows, from its last checkpoint where there is one: the model and the log.
+
+    The model is read from the checkpoint here: the Trainer by itself leaves out experts, which lie there under other names
+    (transformers 5.19).
+    """
     folder = project_path(f"runs/{params.run}/trainer")
+    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    torch.manual_seed(params.seed)
+    model = DeepseekV3ForCausalLM.from_pretrained(last) if last else DeepseekV3ForCausalLM(target_config(params))
     arguments = TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=params.epochs,
@@ -231,8 +237,8 @@ def _fit(params: TinyMlaParams, model: DeepseekV3ForCausalLM, tokenizer, rows: l
     )
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator)
-    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
-    return trainer.state.log_history
+    trainer.train(resume_from_checkpoint=last)
+    return model, trainer.state.log_history
 
 
 def fresh_drafter(params: TinyMlaParams, folder: str | Path) -> Path:

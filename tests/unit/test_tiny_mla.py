@@ -51,6 +51,13 @@ def test_the_target_learns_and_its_folder_is_what_engines_read(params, trained):
     assert not any("layers.4." in name for name in names), "no layer for multi-token prediction"
 
 
+def test_a_training_that_goes_on_has_all_weights_of_its_checkpoint(params, trained, tmp_path):
+    again = params.model_copy(update={"out": str(tmp_path / "again")})
+    assert tiny_mla.train_target(again, TEXTS)["last_loss"] == trained["last_loss"]
+    before, after = (checkpoint.read_tensors(ROOT / folder) for folder in (params.out, again.out))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_prompt_and_answer_are_tokenised_as_they_were_trained(params, trained):
     tokenizer = targets.load_tokenizer(ROOT / params.out)
     prompt = targets.render(tokenizer, [{"role": "user", "content": "Tell of a cat."}])
