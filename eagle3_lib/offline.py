@@ -1,7 +1,8 @@
 """vLLM without a server: one process that serves a few prompts with each of several drafters, and gives every round.
 
 Settings as measured on the CPU build 0.32.0; ``per_request_spec_decode_metrics`` needs vLLM 0.32 or later. vLLM is
-imported once and forked for each drafter, so that an engine that ends with an error takes no other down.
+imported once and forked for each drafter, so that an engine that ends with an error takes no other down. Each has one
+thread, and ``at_once`` of them run side by side.
 """
 
 import json
@@ -43,9 +44,10 @@ def serve(drafter, answers):
     json.dump(rows, open(answers, "w"))
 
 
-for drafter, answers, log in case["runs"]:
-    child = os.fork()
-    if child == 0:
+for number, (drafter, answers, log) in enumerate(case["runs"]):
+    if number >= case["at_once"]:
+        os.wait()
+    if os.fork() == 0:
         sink = os.open(log, os.O_WRONLY | os.O_CREAT, 0o644)
         os.dup2(sink, 1), os.dup2(sink, 2)
         try:
@@ -55,7 +57,8 @@ for drafter, answers, log in case["runs"]:
             traceback.print_exc()
         finally:
             sys.stdout.flush(), sys.stderr.flush(), os._exit(0)
-    os.waitpid(child, 0)
+for _ in case["runs"][-case["at_once"]:]:
+    os.wait()
 """
 
 
@@ -77,6 +80,7 @@ def rounds(
     max_model_len: int = 256,
     dtype: str = "float32",
     timeout_s: int = 240,
+    at_once: int = 1,
 ) -> list[list[Answer] | str]:
     """Serve prompts greedily to ``max_tokens`` each, once with each drafter.
 
@@ -90,7 +94,7 @@ def rounds(
         runs = [(str(path), str(work / f"{i}.json"), str(work / f"{i}.log")) for i, path in enumerate(drafters)]
         case = {"target": str(target), "prompts": prompts, "dtype": dtype, "runs": runs, "max_tokens": max_tokens}
         case["no_tokenizer"] = not (target / "tokenizer.json").is_file()
-        case |= {"num_speculative_tokens": num_speculative_tokens, "max_model_len": max_model_len}
+        case |= {"num_speculative_tokens": num_speculative_tokens, "max_model_len": max_model_len, "at_once": at_once}
         (work / "case.json").write_text(json.dumps(case))
         with (work / "log").open("wb") as sink:
             command = [sys.executable, "-c", CHILD, str(work / "case.json")]

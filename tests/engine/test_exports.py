@@ -98,7 +98,7 @@ def test_rounds_are_the_replay_s(group, variants, target, tmp_path):
     config = checkpoint.read_config(folder)
     exported = [(*variants[name], tmp_path / name) for name in GROUPS[group]]
     paths = [export.export(drafter, path, engine, "", config, torch.float32) for engine, drafter, path in exported]
-    served = offline.rounds(folder, paths, prompts(), STEPS, MAX_TOKENS, timeout_s=600)
+    served = offline.rounds(folder, paths, prompts(), STEPS, MAX_TOKENS, timeout_s=600, at_once=2)
     for name, path, answers in zip(GROUPS[group], paths, served, strict=True):
         assert not isinstance(answers, str), f"{name}: {answers}"
         rounds, accepted, differing = compared(checkpoint.load_for(path, "target", target), target, answers)
