@@ -480,7 +480,7 @@ class Trainer:
 
     def _sample_to_overfit(self) -> list[int]:
         """The first train sample that can be accepted whole: the target's own greedy answer, all in the draft vocabulary."""
-        covered = [0.0]
+        covered: list[float] = []  # share of each greedy answer that the vocabulary holds
         for number in self.train:
             sample = self.store[number]
             answer = torch.tensor(sample.token_ids[sample.prompt_length :])
@@ -492,8 +492,8 @@ class Trainer:
                     return [number]
         raise Eagle3Error(
             f"{self.params.features}: overfit: found no train sample whose answer is the target's greedy one and lies in the "
-            f"draft vocabulary, {len(covered) - 1} of {len(self.train)} answers are greedy and of two rounds or more, and the "
-            f"vocabulary holds at most {max(covered):.0%} of one; expected 100 %: other prompts, temperature 0, or "
+            f"draft vocabulary, {len(covered)} of {len(self.train)} answers are greedy and of two rounds or more, and the "
+            f"vocabulary holds at most {max(covered, default=0):.0%} of one; expected 100 %: other prompts, temperature 0, or "
             f"change_vocabulary in stage extract"
         )
 

@@ -34,7 +34,7 @@ seen = set()
 if ids := ARGS.return_aux_hidden_state_layer_ids:
     if not ARGS.enable_return_aux_hidden_states:
         parser.error("--return-aux-hidden-state-layer-ids requires --enable-return-aux-hidden-states.")
-    if any(i < 0 for i in ids) or len(set(ids)) != len(ids) or max(ids) >= LAYERS or LAYERS in [i + 1 for i in ids]:
+    if any(i < 0 for i in ids) or len(set(ids)) != len(ids) or max(ids) >= LAYERS - 1:
         parser.error(f"layer ids {ids}")
 if ARGS.enable_return_aux_hidden_states and (ARGS.speculative_algorithm or "").upper() != "EAGLE3":
     parser.error("--enable-return-aux-hidden-states needs --speculative-algorithm to name the capture convention")
