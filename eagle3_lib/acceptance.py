@@ -3,7 +3,7 @@
 A round is one draft-and-verify step; ``accepted`` is the list of accepted draft tokens in each round of one request.
 accepted[i] = rounds in which position i was accepted; rate at position i = accepted[i] / rounds (never increasing);
 conditional rate c_i = accepted[i] / accepted[i-1]; acceptance rate = accepted / drafted, without the bonus token;
-mean acceptance length = 1 + accepted / rounds.
+mean acceptance length = 1 + accepted / rounds. A round that the engine gave fewer than K drafts counts with those.
 
 Intervals resample requests, not tokens: tokens of one request correlate, and an interval by token is several times too
 narrow.
@@ -31,15 +31,18 @@ def request_counts(requests: Sequence[Sequence[int]], positions: int) -> np.ndar
 def curve(counts: np.ndarray) -> np.ndarray:
     """Rate at each position from counts [..., requests, 1 + positions]."""
     total = counts.sum(-2)
-    return total[..., 1:] / total[..., :1]
+    with np.errstate(invalid="ignore"):  # a resample of requests without a round
+        return total[..., 1:] / total[..., :1]
 
 
 def mean_length(counts: np.ndarray) -> np.ndarray:
     return 1 + curve(counts).sum(-1)
 
 
-def acceptance_rate(counts: np.ndarray) -> np.ndarray:
-    return curve(counts).mean(-1)
+def acceptance_rate(counts: np.ndarray, drafted: np.ndarray) -> np.ndarray:
+    """Accepted over drafted tokens, from counts [..., requests, 1 + positions] and drafted tokens [..., requests]."""
+    with np.errstate(invalid="ignore"):
+        return counts[..., 1:].sum((-1, -2)) / drafted.sum(-1)
 
 
 def conditional(rates: Sequence[float]) -> list[float | None]:
@@ -81,20 +84,42 @@ def _plain(value) -> float | list[float]:
     return np.asarray(value, dtype=float).round(6).tolist()
 
 
-def summary(requests: Sequence[Sequence[int]], positions: int) -> dict:
-    """Everything a report says about one run's acceptance; ``requests`` holds the accepted counts by request."""
-    counts = request_counts(requests, positions)
-    rates = curve(counts)
-    return {
+def summary(
+    requests: Sequence[Sequence[int]], positions: int, drafted: Sequence[Sequence[int] | None] | None = None
+) -> dict:
+    """Everything a report says about one run's acceptance.
+
+    Args:
+        requests: the accepted counts of the rounds of each request.
+        drafted: the drafts of the same rounds, where they are known; a round drafts K otherwise. One that drafted nothing
+            is no round.
+    Returns:
+        counts, and intervals as :func:`bootstrap`, whose values are None where there was no round.
+    """
+    known = [some if some is not None else [positions] * len(rounds) for some, rounds in _pairs(drafted, requests)]
+    rounds = [[a for a, d in zip(*pair, strict=True) if d] for pair in zip(requests, known, strict=True)]
+    counts, drafts = request_counts(rounds, positions), np.array([sum(some) for some in known], float)
+    result: dict = {
         "requests": len(requests),
-        "rounds": int(counts[:, 0].sum()),
+        "rounds": int(counts[:, 0].sum()) if len(counts) else 0,
         "positions": positions,
+        "drafted": int(drafts.sum()),
+    }
+    if not result["rounds"]:
+        nothing = {"value": None, "low": None, "high": None, "n": len(requests)}
+        result |= {"accepted": [0] * positions, "curve": nothing, "conditional": [None] * positions}
+        return result | {"acceptance_rate": nothing, "mean_length": nothing}
+    return result | {
         "accepted": counts[:, 1:].sum(0).astype(int).tolist(),
         "curve": bootstrap(curve, counts),
-        "conditional": conditional(rates.tolist()),
-        "acceptance_rate": bootstrap(acceptance_rate, counts),
+        "conditional": conditional(curve(counts).tolist()),
+        "acceptance_rate": bootstrap(acceptance_rate, counts, drafts),
         "mean_length": bootstrap(mean_length, counts),
     }
+
+
+def _pairs(drafted, requests):
+    return zip(drafted if drafted is not None else [None] * len(requests), requests, strict=True)
 
 
 def paired_length_difference(ours: Sequence[Sequence[int]], others: Sequence[Sequence[int]], positions: int) -> dict:

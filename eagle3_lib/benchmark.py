@@ -1,10 +1,12 @@
 """Stage 07: one engine in one mode over HTTP: the tokens it emits, its rounds, its throughput and latency.
 
 Two parts under one server. Acceptance: every held-out prompt once, several at a time where the engine tells the rounds
-of each request, else one at a time, so that a streamed chunk is a round. Time: some of the prompts, at each concurrency,
+of each request, else one at a time, so that a streamed chunk is a step. An engine may still join two steps in one chunk;
+its own totals of the request, or its counters around it, show that, and the request is asked again. Time: some of the prompts, at each concurrency,
 in several repeats after a warm-up; their tokens are checked against the first part's.
 """
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -13,23 +15,26 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from . import acceptance, checkpoint, engines, targets
+from . import acceptance, checkpoint, engines, meaning, targets
 from .answers import Answer, read_answers, samples_file
 from .errors import Eagle3Error
 from .journal import Journal
 from .measured import throughput
 from .params import BenchmarkParams
 from .provenance import folder_hash, project_path, stage, write_json
+from .rounds import contradiction, counters_contradict, histogram_fits, totals_fit
 
-SCHEMA = 1
+SCHEMA = 2
+CHUNK_TRIES = 3
+COUNTER_TRIES, COUNTER_WAIT_S = 20, 0.05
 
 
 def run(params: BenchmarkParams) -> dict:
     """Measure one mode and write benchmark.json.
 
     Returns:
-        {"schema", "engine", "version", "mode", "target", "load_s", "left_out", "clean_room", "positions", "evidence":
-        "told" or "chunks", "cross_check", "requests": [{"id", "prompt_ids", "output_ids", "accepted", "drafted", ...}], "timed":
+        {"schema", "engine", "version", "mode", "target", "dtype", "sampling", "speculative_options", "engine_args",
+        "load_s", "left_out", "clean_room", "positions", "evidence": "told" or "chunks", "cross_check", "requests": [{"id", "prompt_ids", "output_ids", "accepted", "drafted", ...}], "timed":
         [{"concurrency", "repeat", "id", "tokens", "seconds", "first_token_s"}], "waves": [{"concurrency", "repeat",
         "tokens", "wall_s"}], "summary"}.
         ``steps`` of a timed request are its decode steps after prefill, rounds where the engine speculates; clean_room is
@@ -40,6 +45,12 @@ def run(params: BenchmarkParams) -> dict:
     out, folder = project_path(params.out), targets.resolve(params.target)
     if params.drafter:
         _check_drafter(params, folder)
+    speculation = engines.Speculation(
+        params.mode, params.drafter, params.num_speculative_tokens, params.speculative_options
+    )
+    if params.mode != "plain":
+        words = [*engines.speculative_words(params, speculation), *params.engine_args]
+        meaning.refuse(params.engine, params.speculative_options, words, os.environ, params.temperature)
     prompts = [answer for answer in read_answers(params.data) if answer.split == "held_out"]
     if len(prompts) < params.timed_prompts:
         raise Eagle3Error(
@@ -52,23 +63,12 @@ def run(params: BenchmarkParams) -> dict:
     settings |= {role: folder_hash(path) for role, path in inputs.items()}
     with stage("benchmark", params, inputs) as notes:
         journal = Journal(out / "finished.jsonl", settings)
-        asked = (params.mode, params.drafter, params.num_speculative_tokens, params.speculative_options)
-        with engines.serve(params, folder, out / "server.log", engines.Speculation(*asked)) as server:
+        with engines.serve(params, folder, out / "server.log", speculation) as server:
             before = engines.counters(server)
-            requests, fresh = _measure_acceptance(server, prompts, params, journal)
-            check = cross_check(fresh, before, engines.counters(server))
+            requests, fresh = measure_acceptance(server, prompts, params, journal)
+            check = cross_check(fresh, before, engines.counters(server), params.num_speculative_tokens)
             timed, waves = _measure_time(server, prompts[: params.timed_prompts], params, journal)
-        result = {
-            "schema": SCHEMA,
-            "engine": server.engine,
-            "version": server.version,
-            "mode": params.mode,
-            "target": params.target,
-            "load_s": server.load_s,
-            "left_out": list(server.left_out),
-            "clean_room": server.room,
-            "positions": 0 if params.mode == "plain" else params.num_speculative_tokens,
-            "evidence": "told" if server.tells_rounds else "chunks",
+        result = describe(server, params) | {
             "cross_check": check,
             "requests": requests,
             "timed": timed,
@@ -80,6 +80,26 @@ def run(params: BenchmarkParams) -> dict:
         journal.delete()
         notes |= {"load_s": server.load_s, **result["summary"]}
     return result
+
+
+def describe(server: engines.Server, params: BenchmarkParams) -> dict:
+    """What benchmark.json says of the engine and of how it was asked."""
+    return {
+        "schema": SCHEMA,
+        "engine": server.engine,
+        "version": server.version,
+        "mode": params.mode,
+        "target": params.target,
+        "dtype": params.dtype,
+        "sampling": params.settings().model_dump(),
+        "speculative_options": params.speculative_options,
+        "engine_args": params.engine_args,
+        "load_s": server.load_s,
+        "left_out": list(server.left_out),
+        "clean_room": server.room,
+        "positions": 0 if params.mode == "plain" else params.num_speculative_tokens,
+        "evidence": "told" if _tells(server, params) else "chunks",
+    }
 
 
 def summarise(result: dict) -> dict:
@@ -102,39 +122,49 @@ def summarise(result: dict) -> dict:
         "first_token_s": round(float(np.median([row["first_token_s"] for row in alone])), 4),
         "time_per_output_token_s": round(float(np.median(after_first)), 5),
     }
-    if result["positions"] and any(r["accepted"] for r in result["requests"]):
-        summary["acceptance"] = acceptance.summary([r["accepted"] for r in result["requests"]], result["positions"])
+    told = [request for request in result["requests"] if request["accepted"] is not None]
+    if result["positions"] and any(request["accepted"] for request in told):
+        rounds, drafted = ([request.get(key) for request in told] for key in ("accepted", "drafted"))
+        summary["acceptance"] = acceptance.summary(rounds, result["positions"], drafted)
     return summary
 
 
-def cross_check(requests: list[dict], before: dict | None, after: dict | None) -> dict:
+def cross_check(requests: list[dict], before: dict | None, after: dict | None, positions: int = 0) -> dict:
     """The rounds of the requests beside what the engine counted otherwise.
 
+    Args:
+        positions: K.
     Returns:
-        counters: {"rounds", "accepted"} of the engine's counters over the part, where it has them; histograms_equal: of how
-        many requests, of all that carry one, the histogram equals the rounds; totals_equal: of how many, of all that carry
-        some, the engine's own totals do.
+        counters: the engine's counters over the part, where it has them; histograms_equal, totals_equal: in how many
+        requests, of all that carry some, they are those of the rounds; contradictions: sentences, [] where all fits.
     """
-    told = [request for request in requests if request["histogram"]]
-    equal = 0
-    for request in told:
-        steps = [request["accepted"].count(count) for count in range(len(request["histogram"]))]
-        equal += steps == request["histogram"]
-    summed = [request for request in requests if request.get("totals")]
-    totals_equal = sum(r["totals"] == {"rounds": len(r["accepted"]), "accepted": sum(r["accepted"])} for r in summed)
-    counted = None
-    if after:
-        start: dict = before or {"rounds": 0, "accepted": [0] * len(after["accepted"])}
-        counted = {
-            "rounds": after["rounds"] - start["rounds"],
-            "accepted": [a - b for a, b in zip(after["accepted"], start["accepted"], strict=True)],
-        }
+    rounds = [request for request in requests if request.get("accepted") is not None]
+    told = [request for request in rounds if request.get("histogram")]
+    summed = [request for request in rounds if request.get("totals")]
+    contradicted = [(request, contradiction(request, positions)) for request in rounds]
+    sentences = [f"request {request['id']}: {said}" for request, said in contradicted if said]
+    counted = _since(before, after) if after else None
+    if counted:
+        comparable = all(request.get("tries", 1) == 1 and request.get("accepted") is not None for request in requests)
+        said = counters_contradict(rounds, counted, positions) if comparable else None
+        sentences += [said] if said else []
     return {
         "counters": counted,
         "histograms": len(told),
-        "histograms_equal": equal,
+        "histograms_equal": sum(histogram_fits(request, positions) for request in told),
         "totals": len(summed),
-        "totals_equal": totals_equal,
+        "totals_equal": sum(totals_fit(request, positions) for request in summed),
+        "contradictions": sentences,
+    }
+
+
+def _since(before: dict | None, after: dict) -> dict:
+    """What an engine's counters rose by."""
+    if before is None:
+        return after
+    accepted = [a - b for a, b in zip(after["accepted"], before["accepted"], strict=True)]
+    return {"rounds": after["rounds"] - before["rounds"], "drafted": after["drafted"] - before["drafted"]} | {
+        "accepted": accepted
     }
 
 
@@ -144,21 +174,21 @@ def _check_drafter(params: BenchmarkParams, folder: Path) -> None:
     checkpoint.check_fits(loaded.drafter.config, config, params.drafter, params.target)
 
 
-def _measure_acceptance(
+def measure_acceptance(
     server: engines.Server, prompts: list[Answer], params: BenchmarkParams, journal: Journal
 ) -> tuple[list[dict], list[dict]]:
     """The requests in the order of ``prompts``, and those of them that this server answered now."""
 
     def one(prompt: Answer) -> dict:
-        answer = engines.complete(server, prompt.prompt_ids, params.max_tokens)
-        if params.mode != "plain" and answer.accepted is None:
-            answer.accepted = [] if server.tells_rounds else answer.rounds_from_chunks()
-            answer.drafted = [params.num_speculative_tokens] * len(answer.accepted)
-        return {"id": prompt.id, **asdict(answer)}
+        if params.mode == "plain" or _tells(server, params):
+            answer = engines.complete(server, prompt.prompt_ids, params.max_tokens, sampling=sampling)
+            return {"id": prompt.id, **asdict(answer)}
+        return _by_chunks(server, prompt, params)
 
+    sampling = params.settings()
     done = {row["request"]["id"]: row["request"] for row in journal.rows if "request" in row}
     todo, fresh = [prompt for prompt in prompts if prompt.id not in done], []
-    together = params.concurrency if server.tells_rounds or params.mode == "plain" else 1
+    together = params.concurrency if params.mode == "plain" or _tells(server, params) else 1
     with ThreadPoolExecutor(together) as pool:
         for request in tqdm(pool.map(one, todo), total=len(todo), desc=f"{params.mode}: acceptance", mininterval=2):
             journal.add({"request": request})
@@ -167,14 +197,49 @@ def _measure_acceptance(
     return [done[prompt.id] for prompt in prompts], fresh
 
 
+def _tells(server: engines.Server, params: BenchmarkParams) -> bool:
+    """Whether each answer will carry its rounds: vLLM leaves them out of one that a stop string ended."""
+    return server.tells_rounds and not params.sampling.get("stop")
+
+
+def _by_chunks(server: engines.Server, prompt: Answer, params: BenchmarkParams) -> dict:
+    """One answer alone, its rounds read off the stream; asked again while the engine's own totals contradict them."""
+    positions = params.num_speculative_tokens
+    for tries in range(1, CHUNK_TRIES + 1):
+        before = engines.counters(server)
+        answer = engines.complete(server, prompt.prompt_ids, params.max_tokens, sampling=params.settings())
+        answer.accepted = answer.rounds_from_chunks()
+        if answer.totals is None and before is not None:
+            answer.totals = _totals_around(server, before, len(answer.accepted))
+        totals = answer.totals or {}
+        if "drafted" in totals and totals["drafted"] == positions * totals["rounds"]:
+            answer.drafted = [positions] * len(answer.accepted)
+        request = {"id": prompt.id, **asdict(answer), "tries": tries}
+        if not contradiction(request, positions):
+            break
+    return request
+
+
+def _totals_around(server: engines.Server, before: dict, rounds: int) -> dict:
+    """{"rounds", "accepted", "drafted"} that the engine's counters rose by; they come a moment after the last chunk."""
+    for _ in range(COUNTER_TRIES):
+        rise = _since(before, engines.counters(server) or before)
+        if rise["rounds"] >= rounds:
+            break
+        time.sleep(COUNTER_WAIT_S)
+    return rise | {"accepted": sum(rise["accepted"])}
+
+
 def _measure_time(
     server: engines.Server, prompts: list[Answer], params: BenchmarkParams, journal: Journal
 ) -> tuple[list[dict], list[dict]]:
     waves = {(row["wave"]["concurrency"], row["wave"]["repeat"]): row for row in journal.rows if "wave" in row}
+    sampling = params.settings()
     for concurrency in params.timed_concurrency:
 
         def one(prompt: Answer, alone: bool = concurrency == 1) -> tuple[str, engines.Completion]:
-            return prompt.id, engines.complete(server, prompt.prompt_ids, params.timed_tokens, stream=alone)
+            answer = engines.complete(server, prompt.prompt_ids, params.timed_tokens, sampling=sampling, stream=alone)
+            return prompt.id, answer
 
         todo = [repeat for repeat in range(params.repeats) if (concurrency, repeat) not in waves]
         with ThreadPoolExecutor(concurrency) as pool:

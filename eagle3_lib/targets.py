@@ -70,6 +70,33 @@ def load_config(folder: Path):
     return transformers.AutoConfig.from_pretrained(folder).get_text_config()
 
 
+NEUTRAL_DEFAULTS = {"repetition_penalty": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def generation_defaults(folder: Path) -> dict:
+    """What the target's generation_config.json holds; {} where it has none."""
+    path = folder / "generation_config.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def sampling_defaults(folder: Path) -> dict:
+    """Settings by which generation_config.json changes what an engine emits to a request that leaves them out.
+
+    vLLM and SGLang apply them, repetition_penalty at temperature 0 too.
+    """
+    found = generation_defaults(folder)
+    return {name: found[name] for name, neutral in NEUTRAL_DEFAULTS.items() if found.get(name, neutral) != neutral}
+
+
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """Token ids that end an answer, by generation_config.json or config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    found = generation_defaults(folder).get("eos_token_id", config.get("eos_token_id"))
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (found,)
+
+
 def embedding_and_head(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """The target's embedding and lm_head, each [vocab, Ht], read without loading the rest of it."""
     index = folder / "model.safetensors.index.json"

@@ -22,10 +22,15 @@ def serve(params, folder, log, speculation: Speculation = PLAIN, profile_dir=Non
     return MODULES[params.engine].serve(params, folder, log, speculation, profile_dir)
 
 
+def speculative_words(params, speculation: Speculation) -> list[str]:
+    """The command-line words by which an engine is asked to speculate; [] where they stand in one JSON (vLLM)."""
+    return sglang.speculative_arguments(speculation) if params.engine == "sglang" else []
+
+
 def complete(server: Server, prompt_ids: list[int], max_tokens: int, **options) -> Completion:
     """One completion of token ids, with what the engine tells of its rounds.
 
-    Options: temperature, seed, stream, as :func:`eagle3_lib.engines.base.complete` has them.
+    Options: sampling, stream, as :func:`eagle3_lib.engines.base.complete` has them.
     """
     return MODULES[server.engine].complete(server, prompt_ids, max_tokens, **options)
 

@@ -24,6 +24,7 @@ import psutil
 
 from .. import clean_room
 from ..errors import Eagle3Error
+from ..params import GREEDY, SamplingSettings
 from ..process import end_group
 from ..provenance import project_path, short_path
 from . import definitions
@@ -98,10 +99,10 @@ PLAIN = Speculation()
 class Completion:
     """One answer, as token ids from the server.
 
-    accepted, drafted: counts of each speculation round (None from a server that does not speculate or does not tell).
-    chunks: tokens in each streamed chunk: prefill's one, then one chunk a step. histogram: steps by accepted count, and
-    totals, {"rounds", "accepted"}, where the server tells them. seconds: from sending the request to the last chunk;
-    first_token_s: to the first token.
+    accepted, drafted: counts of each speculation round (None where this answer does not tell them: [] is an answer without
+    a round). chunks: tokens in each streamed chunk: prefill's one, then one chunk a step, or several steps joined.
+    histogram: rounds by accepted count, and totals, {"rounds", "accepted", "drafted"}, where the server tells them. seconds:
+    from sending the request to the last chunk; first_token_s: to the first token.
     """
 
     prompt_ids: list[int]
@@ -125,6 +126,16 @@ class Completion:
             self.output_ids += token_ids
             self.chunks.append(len(token_ids))
             self.seconds = seconds
+
+
+def _take_rounds(server: Server, told: dict, result: Completion) -> None:
+    """What vLLM tells of one answer's rounds: without a round, and in level "summary", the lists are null or left out."""
+    result.histogram = definitions.histogram(server.engine, server.version, told)
+    result.totals = definitions.request_counts(server.engine, server.version, told)
+    result.accepted = told.get("per_step_accepted")
+    result.drafted = told.get("per_step_drafted")
+    if result.accepted is None and result.totals and result.totals["rounds"] == 0:
+        result.accepted, result.drafted = [], []
 
 
 DISTRIBUTION_PROBE = """
@@ -283,11 +294,12 @@ def _dump_stacks(server: Server) -> str:
 
 
 def complete(
-    server: Server, prompt_ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0, stream: bool = True
+    server: Server, prompt_ids: list[int], max_tokens: int, sampling: SamplingSettings = GREEDY, stream: bool = True
 ) -> Completion:
     """One completion of token ids from an OpenAI-compatible server that returns them (vLLM: return_token_ids).
 
     Args:
+        sampling: every setting is sent, since a server fills what is left out from the target's generation_config.json.
         stream: chunk by chunk, with the time of the first token and a chunk for each step; else whole, which costs the
             client less and keeps it out of the way when many requests are timed together.
     Raises:
@@ -299,23 +311,29 @@ def complete(
             model=server.model,
             prompt=prompt_ids,
             max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed,
+            stop=sampling.stop or None,
             stream=stream,
             **({"stream_options": {"include_usage": True}} if stream else {}),
-            extra_body={"return_token_ids": True},
+            extra_body={
+                "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
+                "repetition_penalty": sampling.repetition_penalty,
+                "min_tokens": sampling.min_tokens,
+                "return_token_ids": True,
+            },
         )
         for reply in replies if stream else [replies]:
             now = time.monotonic() - started
             for choice in reply.choices:
                 result.add_chunk((choice.model_extra or {}).get("token_ids") or [], now)
                 result.finish_reason = choice.finish_reason or result.finish_reason
-            rounds = ((reply.model_extra or {}).get("metrics") or {}).get("speculative_decoding")
-            if rounds:  # vLLM leaves the lists out of an answer that had no round (n-gram found nothing)
-                result.accepted = rounds.get("per_step_accepted") or []
-                result.drafted = rounds.get("per_step_drafted") or []
-                result.histogram = definitions.histogram(server.engine, server.version, rounds)
-                result.totals = definitions.request_counts(server.engine, server.version, rounds)
+            if told := ((reply.model_extra or {}).get("metrics") or {}).get("speculative_decoding"):
+                _take_rounds(server, told, result)
     except (openai.APIError, httpx.HTTPError) as error:
         raise Eagle3Error(failure(server, error)) from error
     if not result.output_ids:

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from ..errors import Eagle3Error
-from ..params import Serving
+from ..params import GREEDY, SamplingSettings, Serving
 from . import definitions, options
 from .base import PLAIN, Completion, Server, Speculation, failure, find_distribution, interpreter, launch, pick_port
 
@@ -52,6 +52,7 @@ def arguments(params: Serving, folder: Path, port: int, speculation: Speculation
     return [
         *("--model-path", str(folder), "--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", params.dtype, "--context-length", str(params.max_model_len)),
+        *("--sampling-defaults", "openai"),  # not those of the target's generation_config.json
         *(["--disable-cuda-graph"] if params.eager else []),
         *speculative_arguments(speculation),
         *params.engine_args,
@@ -79,7 +80,7 @@ def serve(
 
 
 def complete(
-    server: Server, prompt_ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0, stream: bool = True
+    server: Server, prompt_ids: list[int], max_tokens: int, sampling: SamplingSettings = GREEDY, stream: bool = True
 ) -> Completion:
     """One completion by /generate; see :func:`eagle3_lib.engines.base.complete`.
 
@@ -87,10 +88,7 @@ def complete(
         Eagle3Error: an error of the server.
     """
     started, result = time.monotonic(), Completion(prompt_ids)
-    sampling = {"temperature": temperature, "max_new_tokens": max_tokens}
-    if temperature > 0:
-        sampling["sampling_seed"] = seed
-    body = {"input_ids": prompt_ids, "sampling_params": sampling, "stream": stream}
+    body = {"input_ids": prompt_ids, "sampling_params": sampling_parameters(sampling, max_tokens), "stream": stream}
     try:
         with _client(server.url, server.stall_s).stream("POST", "/generate", json=body) as reply:
             reply.raise_for_status()
@@ -103,6 +101,15 @@ def complete(
     if not result.output_ids:
         raise Eagle3Error(f"sglang {server.version} returned no token ids")
     return result
+
+
+def sampling_parameters(sampling: SamplingSettings, max_tokens: int) -> dict:
+    """SGLang's sampling_params (srt/sampling/sampling_params.py): -1 is all tokens, and a seed goes with sampling only."""
+    parameters = sampling.model_dump(exclude={"seed", "top_k", "min_tokens"})
+    parameters |= {"max_new_tokens": max_tokens, "min_new_tokens": sampling.min_tokens, "top_k": sampling.top_k or -1}
+    if sampling.temperature > 0:
+        parameters["sampling_seed"] = sampling.seed
+    return parameters
 
 
 def decode(server: Server, prompt_ids: list[int], tokens: int, batch: int) -> int:

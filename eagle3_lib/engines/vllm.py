@@ -28,8 +28,11 @@ CPU_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 CPU_ARGUMENTS = ("--distributed-executor-backend", "uni")
+# Sampling defaults of the target's generation_config.json, which the server would apply to what a request leaves out, at
+# temperature 0 too (config/model.py, get_diff_sampling_param). Its end tokens, from the same file, stay in force.
+NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 NGRAM_LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
-DETAILED_METRICS, DETAILED_METRICS_SINCE = "--per-request-spec-decode-metrics", (0, 32)
+DETAILED_METRICS, DETAILED_METRICS_SINCE = "--per-request-spec-decode-metrics", (0, 29)
 
 
 def installed(python: str = "") -> tuple[str, str]:
@@ -59,6 +62,7 @@ def arguments(
     words = [
         *("--model", str(folder), "--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", params.dtype, "--max-model-len", str(params.max_model_len), "--disable-uvicorn-access-log"),
+        *("--override-generation-config", json.dumps(NEUTRAL_SAMPLING)),
         *(["--enforce-eager"] if params.eager else []),
         *params.engine_args,
     ]
@@ -129,16 +133,23 @@ def decode(server: Server, prompt_ids: list[int], tokens: int, batch: int) -> in
 
 
 def counters(server: Server) -> dict | None:
-    """Speculation counters since the server's start: {"rounds", "accepted": [by position]} (v1/spec_decode/metrics.py)."""
-    rounds, accepted = 0, {}
+    """Speculation counters since the server's start: {"rounds", "drafted", "accepted": [by position]}.
+
+    Read in v1/spec_decode/metrics.py.
+    """
+    rounds, drafted, accepted = 0, 0, {}
     for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=30).text):
         for sample in family.samples:
             if sample.name == "vllm:spec_decode_num_drafts_total":
                 rounds += int(sample.value)
+            elif sample.name == "vllm:spec_decode_num_draft_tokens_total":
+                drafted += int(sample.value)
             elif sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
                 position = int(sample.labels["position"])
                 accepted[position] = accepted.get(position, 0) + int(sample.value)
-    return {"rounds": rounds, "accepted": [accepted[i] for i in sorted(accepted)]} if accepted else None
+    if not accepted:
+        return None
+    return {"rounds": rounds, "drafted": drafted, "accepted": [accepted[i] for i in sorted(accepted)]}
 
 
 def start_profile(server: Server, folder: Path) -> None:

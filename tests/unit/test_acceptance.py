@@ -13,7 +13,7 @@ def test_counts_and_rates():
     assert counts.tolist() == [[3, 2, 1, 1], [2, 1, 1, 0], [1, 1, 1, 1]]
     assert acceptance.curve(counts).tolist() == pytest.approx([4 / 6, 3 / 6, 2 / 6])
     assert acceptance.mean_length(counts) == pytest.approx(1 + 9 / 6)
-    assert acceptance.acceptance_rate(counts) == pytest.approx(9 / 18)
+    assert acceptance.acceptance_rate(counts, np.array([9, 6, 3])) == pytest.approx(9 / 18)
 
 
 def test_conditional_rates_end_where_nothing_is_accepted():

@@ -102,14 +102,26 @@ def test_a_length_that_counts_prefills_token():
     assert definitions.mean_length("vllm", "0.32.0", 2.2, 10) == 2.2
 
 
-# Fields as srt/managers/tokenizer_manager.py of the two wheels sets them; counts made up.
+# Fields as srt/managers/tokenizer_manager.py of the wheels sets them; counts made up: 4 rounds of K = 3 that accept 5.
 META = {"spec_verify_ct": 4, "spec_accept_rate": 5 / 12, "spec_accept_length": 10 / 4}
 META_0_5_8 = META | {"spec_accept_token_num": 5, "spec_draft_token_num": 12}
-META_0_5_16 = META | {"spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 12, "spec_correct_drafts_histogram": [1, 2, 0, 1]}  # fmt: skip
+META_0_5_9 = META_0_5_8 | {"spec_accept_histogram": [1, 2, 0, 1]}
+META_0_5_11 = META | {"spec_accepted_drafts": 5, "spec_proposed_drafts": 12, "spec_accept_histogram": [1, 2, 0, 1]}
+META_0_5_23 = META | {"spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 12, "spec_correct_drafts_histogram": [1, 2, 0, 1]}  # fmt: skip
+META_0_5_12 = META_0_5_11 | META_0_5_23  # 0.5.12 to 0.5.16 have both
 
 
 @pytest.mark.parametrize(
-    ("version", "meta", "histogram"), [("0.5.8", META_0_5_8, None), ("0.5.16", META_0_5_16, [1, 2, 0, 1])]
+    ("version", "meta", "histogram"),
+    [
+        ("0.5.8", META_0_5_8, None),
+        ("0.5.9", META_0_5_9, [1, 2, 0, 1]),
+        ("0.5.10.post1", META_0_5_9, [1, 2, 0, 1]),
+        ("0.5.11", META_0_5_11, [1, 2, 0, 1]),
+        ("0.5.12", META_0_5_12, [1, 2, 0, 1]),
+        ("0.5.16", META_0_5_12, [1, 2, 0, 1]),
+        ("0.5.23", META_0_5_23, [1, 2, 0, 1]),
+    ],
 )
 def test_sglangs_answer_by_version(version, meta, histogram):
     result = base.Completion([1])
@@ -118,7 +130,41 @@ def test_sglangs_answer_by_version(version, meta, histogram):
         {"output_ids": [5, 6, 7], "meta_info": meta | {"finish_reason": {"type": "length"}}}, result, 0.2, version
     )
     assert result.chunks == [1, 2] and result.finish_reason == "length"
-    assert result.histogram == histogram and result.totals == {"rounds": 4, "accepted": 5}
+    assert result.histogram == histogram and result.totals == {"rounds": 4, "accepted": 5, "drafted": 12}
+
+
+def test_the_running_rate_lost_its_bonus_in_sglang_0_5_11():
+    assert definitions.acceptance_rate("sglang", "0.5.10.post1", 22 / 40, 3) == pytest.approx(0.4)
+    assert definitions.acceptance_rate("sglang", "0.5.11", 0.4, 3) == 0.4
+
+
+# RequestSpecDecodeMetrics.to_dict (v1/metrics/stats.py), the same in 0.29.0, 0.30.0, 0.31.0, 0.32.0, 0.33.0.
+VLLM_METRICS = {
+    "mean_acceptance_length": 2.25,
+    "draft_acceptance_rate": 5 / 11,
+    "acceptance_histogram": [1, 2, 0, 1],
+    "num_spec_steps": 4,
+    "num_accepted_draft_tokens": 5,
+    "num_draft_tokens": 11,
+    "num_spec_tokens": 3,
+    "per_step_accepted": [1, 0, 3, 1],
+    "per_step_drafted": [3, 3, 3, 2],
+}
+
+
+@pytest.mark.parametrize(
+    ("version", "tells"), [("0.28.0", False), ("0.29.0", True), ("0.30.0", True), ("0.33.0+cu130", True)]
+)
+def test_vllms_answer_by_version(version, tells):
+    totals = {"rounds": 4, "accepted": 5, "drafted": 11}  # not 4 * 3: the last round drafted fewer
+    assert definitions.request_counts("vllm", version, VLLM_METRICS) == (totals if tells else None)
+    assert definitions.histogram("vllm", version, VLLM_METRICS) == ([1, 2, 0, 1] if tells else None)
+
+
+def test_drafted_is_left_out_where_the_answer_does_not_tell_it():
+    untold = {key: value for key, value in VLLM_METRICS.items() if key != "num_draft_tokens"}
+    assert definitions.request_counts("vllm", "0.32.0", untold) == {"rounds": 4, "accepted": 5}
+    assert definitions.request_counts("vllm", "0.32.0", {}) is None
 
 
 def test_draft_tokens_count_the_root_in_sglang_only():
@@ -162,7 +208,8 @@ def test_streamed_and_whole_answers_tell_the_same_rounds(recorded):
     told, counted = streamed.accepted, streamed.rounds_from_chunks()
     assert told[:-1] == counted[:-1] and told[-1] >= counted[-1]  # what follows the end of text is cut
     assert streamed.histogram == [told.count(count) for count in range(5)]
-    assert streamed.totals == {"rounds": len(told), "accepted": sum(told)} == whole.totals
+    totals = {"rounds": len(told), "accepted": sum(told), "drafted": sum(streamed.drafted)}
+    assert streamed.totals == totals == whole.totals
 
 
 def test_counters_count_the_same_rounds(recorded):
@@ -171,8 +218,8 @@ def test_counters_count_the_same_rounds(recorded):
     moment["now"] = "after"
     after = vllm.counters(server)
     answers = [base.complete(server, ANSWERS["prompt_ids"], 20, stream=stream) for stream in (True, False)]
-    rows = [vars(answer) for answer in answers]
-    check = benchmark.cross_check(rows, before, after)
+    rows = [{"id": str(index)} | vars(answer) for index, answer in enumerate(answers)]
+    check = benchmark.cross_check(rows, before, after, positions=4)
     rounds = [count for answer in answers for count in answer.accepted]
     assert check["counters"]["rounds"] == len(rounds)
     assert check["counters"]["accepted"] == acceptance.position_counts(rounds, 4).tolist()
