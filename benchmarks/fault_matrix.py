@@ -116,7 +116,7 @@ def everywhere(drafter: str, tokens: str, steps: int):
     setups = faults.hypotheses(
         checkpoint.load_for(drafter, TARGET, target()), faults.TargetParts.of(target()), names=None
     )
-    features, texts = faults.lay(target(), setups, json.loads(tokens))
+    features, texts = faults.forward(target(), setups, json.loads(tokens))
     slots = replay.all_slots(texts)
     counts = {name: replay.counts_at(s, texts, slots, steps) for name, s in setups.items() if not s.stale}
     return setups, features, texts, counts
@@ -126,7 +126,7 @@ def examine(out: Path) -> dict:
     """The replay of one engine run under every hypothesis; kept beside the run."""
     kept = out.with_suffix(".replay.json")
     if not kept.is_file():
-        from eagle3_lib import faults, replay
+        from eagle3_lib import emitted, faults, replay
 
         record = json.loads(out.read_text())
         steps, requests = record["num_speculative_tokens"], record["requests"]
@@ -143,7 +143,14 @@ def examine(out: Path) -> dict:
         stale = {name: setup for name, setup in setups.items() if setup.stale}
         at_rounds |= faults.replay_all(stale, texts, rounds, steps)
         requests = [request | {"accepted": some} for request, some in zip(requests, rounds, strict=True)]
-        examined = faults.tell(target(), requests, features, counts[CORRECT], at_rounds, steps)
+        laid = faults.lay_all(requests, steps)
+        examined = []
+        for index, request in enumerate(requests):
+            of_request = {name: by_request[index] for name, by_request in at_rounds.items()}
+            row = faults.tell(request, laid[index], counts[CORRECT][index], of_request, steps)
+            drafter = setups[CORRECT].drafter
+            tokens = emitted.compare(target(), drafter, request, features[index], None, steps, emitted.Told())
+            examined.append(row | tokens)
         name = Path(record["drafter"]).name
         write_json(kept, {"drafter": name, "positions": steps, "requests": examined})
     return json.loads(kept.read_text())

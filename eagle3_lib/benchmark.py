@@ -34,7 +34,7 @@ def run(params: BenchmarkParams) -> dict:
 
     Returns:
         {"schema", "engine", "version", "mode", "target", "dtype", "sampling", "speculative_options", "engine_args",
-        "load_s", "left_out", "clean_room", "positions", "evidence": "told" or "chunks", "cross_check", "requests": [{"id", "prompt_ids", "output_ids", "accepted", "drafted", ...}], "timed":
+        "max_model_len", "load_s", "left_out", "clean_room", "positions", "evidence": "told" or "chunks", "cross_check", "requests": [{"id", "prompt_ids", "output_ids", "accepted", "drafted", ...}], "timed":
         [{"concurrency", "repeat", "id", "tokens", "seconds", "first_token_s"}], "waves": [{"concurrency", "repeat",
         "tokens", "wall_s"}], "summary"}.
         ``steps`` of a timed request are its decode steps after prefill, rounds where the engine speculates; clean_room is
@@ -94,6 +94,7 @@ def describe(server: engines.Server, params: BenchmarkParams) -> dict:
         "sampling": params.settings().model_dump(),
         "speculative_options": params.speculative_options,
         "engine_args": params.engine_args,
+        "max_model_len": params.max_model_len,
         "load_s": server.load_s,
         "left_out": list(server.left_out),
         "clean_room": server.room,

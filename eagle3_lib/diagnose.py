@@ -15,17 +15,24 @@ from .acceptance import bootstrap, curve, request_counts, summary
 from .errors import Eagle3Error
 from .faults import FAULTS
 from .faults import HEALTHY as CORRECT
+from .rounds import comparable
 
 HEALTHY = "healthy"
 WEAK = "weak drafter"
 FAULT = "engine fault"
 UNKNOWN = "unknown engine fault"
 NOT_ENOUGH = "not enough data"
+CANNOT_TELL = "cannot tell"
 
 WEAK_RATE = 0.2  # a correct engine that accepts less than this share of the drafts makes the drafter weak
-EXPLAINED = 0.9  # share of rounds that a hypothesis must reproduce to explain them; float32 gives 0.99, bfloat16 less
+EXPLAINED = 0.9  # share of rounds that a correct engine must surely reproduce before anything is called healthy
+# Share of rounds that a healthy engine reproduces at least, by its dtype: rounding turns near ties. Measured: float32 all of
+# 602 and more (vLLM on a CPU, benchmarks/results/healthy_zoo.json), bfloat16 0.98 to 0.998.
+AGREEMENT = {"float32": 0.995, "float16": 0.97, "bfloat16": 0.95}
 FALSE_ALARM = 0.01  # of one verdict, over all its hypotheses
 NOT_GREEDY = 0.05  # share of greedy tokens that may differ from the target's choice by near ties
+CLAIM_ROUNDS = 5  # rounds that a correct engine accepts further than any of the engine's, before its K is doubted
+MOST_NEEDED = 20  # "about N rounds would decide" is said up to so many times the rounds there are
 
 
 @dataclass
@@ -48,25 +55,215 @@ def judge(replay: dict, weak_rate: float = WEAK_RATE) -> Verdict:
 
     Args:
         replay: {"drafter", "positions": K, "requests": [...]}; each request has "engine_rounds" (accepted counts),
-            "replay_rounds" (of a correct engine's own walk), "rows" as :func:`eagle3_lib.replay.compare`, and where
-            the catalogue was replayed "hypotheses": {fault: accepted counts at the engine's rounds}.
+            "replay_rounds" (of a correct engine's own walk), "rows" as :func:`eagle3_lib.rounds.compare`, and where
+            the catalogue was replayed "hypotheses": {fault: accepted counts at the engine's rounds}. Further fields are
+            those of :func:`eagle3_lib.replay.run`.
         weak_rate: acceptance rate of a correct engine below which the drafter is called weak.
     Raises:
         Eagle3Error: no request, or rounds and rows that do not belong together.
     """
     check(replay)
-    positions, requests = replay["positions"], replay["requests"]
-    evidence = {
-        "engine": summary([request["engine_rounds"] for request in requests], positions),
-        "replay": summary([request["replay_rounds"] for request in requests], positions),
-        "gap": _gap(requests),
-        "by_slot": by_slot(requests),
-        "tokens_not_greedy": _not_greedy(replay),
-    }
-    equal = {CORRECT: _equal(requests, lambda request: [row["replay"] for row in request["rows"]])}
-    for name in requests[0].get("hypotheses", {}):
-        equal[name] = _equal(requests, lambda request, name=name: request["hypotheses"][name])
-    return conclude(replay["drafter"], equal, evidence, weak_rate)
+    found = Evidence.of(replay)
+    evidence = found.as_dict()
+    drafter, dtype = replay["drafter"], replay.get("dtype", "bfloat16")
+    if reason := found.untold():
+        return Verdict(drafter, CANNOT_TELL, f"{drafter}: cannot tell, because {reason}.", evidence)
+    sampled = replay.get("sampled")
+    if sampled and not sampled["lossless"]:
+        sentence = sampled_sentence(drafter, found, sampled)
+        return Verdict(drafter, FAULT, sentence, evidence, fault=sampled["fault"])
+    if reason := found.not_comparable():
+        return Verdict(drafter, CANNOT_TELL, f"{drafter}: cannot tell, because {reason}.", evidence)
+    verdict = conclude(drafter, found.equal, evidence, weak_rate, dtype)
+    if verdict.kind in (FAULT, UNKNOWN) and replay.get("at_limit"):
+        share = f"{evidence['agreement']['value']:.1%} of {evidence['rounds_compared']} rounds"
+        sentence = (
+            f"{drafter}: cannot tell, because {replay['at_limit']} answers came to the end of the context, where an engine drafts "
+            f"for none of the requests of a batch; a correct engine reproduces {share}. Serve with a longer max_model_len, or ask "
+            f"for shorter answers"
+        )
+        return Verdict(drafter, CANNOT_TELL, f"{sentence}.", evidence)
+    return verdict
+
+
+@dataclass
+class Evidence:
+    """What the requests of a replay say together, gathered in one pass.
+
+    slots: [rounds, 3] slot, engine's and correct engine's count of the rounds that can be compared. equal: for each hypothesis
+    [requests, 2] such rounds, and how many of them it reproduces. left_out: rounds that cannot be compared, by reason.
+    unjudged: requests whose rounds are contradicted or not told, with the reason.
+    """
+
+    replay: dict
+    engine_rounds: list[list[int]]
+    drafted: list[list[int] | None]
+    replay_rounds: list[list[int]]
+    replay_drafted: list[list[int] | None]
+    slots: np.ndarray
+    by_request: list[int]
+    equal: dict[str, np.ndarray]
+    left_out: dict[str, int]
+    unjudged: dict[str, str]
+    tokens: int
+    not_greedy: int
+
+    @classmethod
+    def of(cls, replay: dict) -> "Evidence":
+        engine_rounds, drafted, replay_rounds, replay_drafted, rows_of, by_request = [], [], [], [], [], []
+        equal: dict[str, list] = {}
+        left_out = dict.fromkeys(("cut", "without a sure place", "without drafts"), 0)
+        unjudged, tokens, not_greedy = {}, 0, 0
+        for index, request in enumerate(replay["requests"]):
+            rows = request["rows"]
+            whole = [comparable(row) for row in rows]
+            if request.get("unjudged"):
+                unjudged[str(request.get("id", index))] = request["unjudged"]
+            left_out["cut"] += sum(row["cut"] for row in rows)
+            left_out["without a sure place"] += sum(not row.get("sure", True) and not row["cut"] for row in rows)
+            left_out["without drafts"] += request.get("without_drafts", 0)
+            engine_rounds.append(request["engine_rounds"])
+            drafted.append(request.get("drafted"))
+            replay_rounds.append(request["replay_rounds"])
+            replay_drafted.append(request.get("replay_drafted"))
+            table = [(row["slot"], row["engine"], row["replay"]) for row, kept in zip(rows, whole, strict=True) if kept]
+            rows_of.append(np.array(table, int).reshape(-1, 3))
+            by_request.append(len(table))
+            counts = {CORRECT: [row["replay"] for row in rows]} | request.get("hypotheses", {})
+            for name, some in counts.items():
+                same = [row["engine"] == count for row, count, kept in zip(rows, some, whole, strict=True) if kept]
+                equal.setdefault(name, [(0, 0)] * index).append((len(table), sum(same)))
+            if "lossless" in request and "output_length" in request:
+                tokens += request["output_length"]
+                not_greedy += request["lossless"]
+        padded = {name: some + [(n, 0) for n in by_request[len(some) :]] for name, some in equal.items()}
+        return cls(
+            replay=replay,
+            engine_rounds=engine_rounds,
+            drafted=drafted,
+            replay_rounds=replay_rounds,
+            replay_drafted=replay_drafted,
+            slots=np.concatenate(rows_of),
+            by_request=by_request,
+            equal={name: np.array(some, float) for name, some in padded.items()},
+            left_out=left_out,
+            unjudged=unjudged,
+            tokens=tokens,
+            not_greedy=not_greedy,
+        )
+
+    def as_dict(self) -> dict:
+        positions = self.replay["positions"]
+        greedy = {"tokens": self.tokens, "not_greedy": self.not_greedy, "share": self.not_greedy / max(self.tokens, 1)}
+        return {
+            "engine": summary(self.engine_rounds, positions, self.drafted),
+            "replay": summary(self.replay_rounds, positions, self.replay_drafted),
+            "gap": self.gap(),
+            "by_slot": self.by_slot(),
+            "left_out": self.left_out,
+            "unjudged": self.unjudged,
+            "most_drafted": max((max(some) for some in self.drafted if some), default=None),
+            "tokens_not_greedy": greedy if self.tokens else {},
+        }
+
+    def gap(self) -> dict:
+        """Accepted tokens in a round, engine minus correct engine at the same slots, with a paired interval."""
+        more = self.slots[:, 1] - self.slots[:, 2]
+        ends = np.cumsum(self.by_request)
+        sums = [more[end - n : end].sum() for n, end in zip(self.by_request, ends, strict=True)]
+        pairs = np.column_stack([self.by_request, sums]).astype(float)
+        return bootstrap(_ratio, pairs) if len(more) else {"value": 0.0, "low": 0.0, "high": 0.0, "n": len(pairs)}
+
+    def by_slot(self, parts: int = 4) -> list[dict]:
+        """Accepted tokens in a round, engine and correct engine, in equally full parts of the context length.
+
+        A drafter that decays with the length of the context falls in both; an engine that fails there, in the first alone.
+        """
+        ordered = self.slots[np.argsort(self.slots[:, 0], kind="stable")]
+        return [
+            {
+                "slots": [int(part[0, 0]), int(part[-1, 0])],
+                "rounds": len(part),
+                "engine": round(float(part[:, 1].mean()), 4),
+                "replay": round(float(part[:, 2].mean()), 4),
+            }
+            for part in np.array_split(ordered, parts)
+            if len(part)
+        ]
+
+    def untold(self) -> str | None:
+        """Why these rounds and tokens are no evidence at all; None where they are."""
+        told = [*self.replay.get("contradictions", [])]
+        told += [f"request {name}: {said}" for name, said in self.unjudged.items() if said not in told]
+        if contradicted := [said for said in told if "tells no rounds" not in said]:
+            more = f" (and {len(contradicted) - 1} more)" if len(contradicted) > 1 else ""
+            return f"the engine's own counts contradict these rounds: {contradicted[0]}{more}"
+        return self._not_speculation()
+
+    def _not_speculation(self) -> str | None:
+        """Why tokens that are not the target's own are no fault of speculation; None where they are, or all is well."""
+        sampled, plain = self.replay.get("sampled"), self.replay.get("plain")
+        if sampled and sampled["lossless"] or not sampled and self.not_greedy <= NOT_GREEDY * self.tokens:
+            return None
+        wrong = f"{self.not_greedy} of {self.tokens} tokens are not the target's first choice"
+        if sampled:
+            wrong = f"the tokens are not draws of the target ({sampled['fault']})"
+        if defaults := self.replay.get("untold_defaults"):
+            settings = ", ".join(f"{name} {value}" for name, value in defaults.items())
+            return (
+                f"{wrong}, and the target's generation_config.json sets {settings}, which engines apply to requests that leave it "
+                f"out; the run does not say (sampling) whether its requests did"
+            )
+        if plain and _plain_is_wrong(plain):
+            return (
+                f"{wrong}, and those of plain decoding are not either: the served target, or how it was asked, is not what the "
+                f"run says, and speculation is not the cause"
+            )
+        return None
+
+    def not_comparable(self) -> str | None:
+        """Why these rounds tell no engine from another; None where they do."""
+        if not sum(map(len, self.engine_rounds)):
+            return "there is no round: the engine never drafted, or every answer ended before it could"
+        if not len(self.slots):
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items() if count)
+            return f"no round can be compared with the replay ({reasons})"
+        return self._claim()
+
+    def _claim(self) -> str | None:
+        """The engine never accepts as far as K, a correct one would have, and nothing tells what was drafted."""
+        positions, most = self.replay["positions"], int(self.slots[:, 1].max())
+        if most == 0 or most == positions or any(some is not None for some in self.drafted):
+            return None
+        further = int((self.slots[:, 2] > most).sum())
+        as_if = np.minimum(self.slots[:, 2], most) == self.slots[:, 1]
+        if further < CLAIM_ROUNDS or _surely_less(int(as_if.sum()), len(as_if), AGREEMENT["bfloat16"]):
+            return None
+        return (
+            f"no round accepted more than {most} drafts where K = {positions} is claimed and a correct engine accepts more in "
+            f"{further} rounds: the run drafted {most}, or its drafts after step {most} are broken. The field drafted would tell"
+        )
+
+
+def _plain_is_wrong(plain: dict) -> bool:
+    if plain["sampled"]:
+        return not plain["sampled"]["lossless"]
+    return plain["not_greedy"] > NOT_GREEDY * plain["tokens"]
+
+
+def sampled_sentence(drafter: str, found: Evidence, sampled: dict) -> str:
+    """What a sampled run's tests say, with the acceptance that the target's probabilities demand."""
+    acceptance = sampled["acceptance"]
+    failed = ", ".join(f"{name} p = {test['p']:.2g}" for name, test in sampled["tests"].items() if test["p"] < 1e-3)
+    expected = ""
+    if acceptance["expected"] is not None:
+        expected = (
+            f" Drafts accepted: {acceptance['found']:.1%}, by the target's probabilities {acceptance['expected']:.1%}."
+        )
+    return (
+        f"{drafter}: engine fault in verification: {sampled['fault']}. {sampled['tokens']} tokens sampled at temperature "
+        f"{found.replay['sampling']['temperature']:g} are not what the target would have emitted ({failed}).{expected}"
+    )
 
 
 def judge_histograms(drafter: str, positions: int, requests: list[dict], weak_rate: float = WEAK_RATE) -> Verdict:
@@ -88,21 +285,32 @@ def judge_histograms(drafter: str, positions: int, requests: list[dict], weak_ra
     return conclude(drafter, equal, evidence, weak_rate)
 
 
-def conclude(drafter: str, equal: dict[str, np.ndarray], evidence: dict, weak_rate: float = WEAK_RATE) -> Verdict:
+def conclude(
+    drafter: str,
+    equal: dict[str, np.ndarray],
+    evidence: dict,
+    weak_rate: float = WEAK_RATE,
+    dtype: str = "bfloat16",
+) -> Verdict:
     """Rank hypotheses by the share of rounds they reproduce, and choose the verdict.
 
     A fault is named when it reproduces more rounds than a correct engine does, by a bootstrap over requests whose level
-    is corrected for the number of hypotheses, and reproduces enough of them.
+    is corrected for the number of hypotheses, and as many of them as rounding in ``dtype`` lets any engine reproduce.
 
     Args:
         equal: for each hypothesis [requests, 2]: rounds, and how many of them it reproduces.
+        dtype: the engine's.
     """
-    rounds = int(equal[CORRECT][:, 0].sum())
+    rounds, least = int(equal[CORRECT][:, 0].sum()), AGREEMENT[dtype]
     table = {name: bootstrap(_ratio, counts) for name, counts in equal.items()}
     ranked = sorted(table, key=lambda name: (-table[name]["value"], name != CORRECT))
     evidence |= {"rounds_compared": rounds, "agreement": table[CORRECT], "ranking": _ranking(ranked, table)}
     should, did = (evidence[key]["acceptance_rate"]["value"] for key in ("replay", "engine"))
     say = _Sentences(drafter, did, should, rounds, table)
+
+    def departs(name: str) -> bool:
+        """Whether the hypothesis surely reproduces fewer rounds than rounding explains."""
+        return _surely_less(int(equal[name][:, 1].sum()), rounds, least)
 
     if evidence.get("tokens_not_greedy", {}).get("share", 0) > NOT_GREEDY:
         share = evidence["tokens_not_greedy"]["share"]
@@ -113,16 +321,16 @@ def conclude(drafter: str, equal: dict[str, np.ndarray], evidence: dict, weak_ra
         ties = [name for name in faulty[1:] if not _better(equal, best, name, 0.05)]
         runner_up = next((name for name in ranked if name not in (best, *ties)), None)
         evidence |= {"best": best, "runner_up": runner_up}
-        if table[best]["value"] >= EXPLAINED:
+        if not departs(best):
             return Verdict(drafter, FAULT, say.fault(best, ties, runner_up), evidence, best, ties)
     precise = [name for name in ranked if name == CORRECT or _severity(name) == "precision"]
-    correct_enough = any(_explains(equal[name])[0] for name in precise)
-    surely_not = _explains(equal[CORRECT])[1]
-    if surely_not and not any(_explains(equal[name])[0] for name in ranked):
+    as_correct = [name for name in precise if not departs(name)]
+    if not as_correct and all(departs(name) for name in ranked):
         return Verdict(drafter, UNKNOWN, say.unknown(ranked[0]), evidence)
-    if not correct_enough:
-        evidence["rounds_needed"] = _rounds_needed(table[CORRECT]["value"], rounds)
-        return Verdict(drafter, NOT_ENOUGH, say.not_enough(evidence["rounds_needed"]), evidence)
+    if not any(_explains(equal[name]) for name in as_correct):
+        needed = _rounds_needed(table[CORRECT]["value"], rounds)
+        evidence["rounds_needed"] = needed
+        return Verdict(drafter, NOT_ENOUGH, say.not_enough(needed), evidence)
     if should < weak_rate:
         return Verdict(drafter, WEAK, say.weak(), evidence)
     return Verdict(drafter, HEALTHY, say.healthy(), evidence)
@@ -165,8 +373,9 @@ class _Sentences:
             f"target would have emitted, so its acceptance says nothing."
         )
 
-    def not_enough(self, needed: int) -> str:
-        return f"{self._rates}; a correct engine reproduces {self._share(CORRECT)}. About {needed} rounds would decide."
+    def not_enough(self, needed: int | None) -> str:
+        told = f"{self._rates}; a correct engine reproduces {self._share(CORRECT)}."
+        return f"{told} About {needed} rounds would decide." if needed else f"{told} More such rounds would not decide."
 
     def weak(self) -> str:
         return (
@@ -192,66 +401,28 @@ def _better(equal: dict[str, np.ndarray], name: str, other: str, false_alarm: fl
     return bootstrap(_ratio, pair, level=1 - 2 * false_alarm)["low"] > 0
 
 
-def _explains(counts: np.ndarray) -> tuple[bool, bool]:
-    """Is the share of reproduced rounds surely at least EXPLAINED; is it surely less? (Clopper-Pearson, FALSE_ALARM)"""
+def _explains(counts: np.ndarray) -> bool:
+    """Is the share of reproduced rounds surely at least EXPLAINED? (Clopper-Pearson, FALSE_ALARM)"""
     rounds, equal = int(counts[:, 0].sum()), int(counts[:, 1].sum())
     if not rounds:
-        return False, False
-    interval = stats.binomtest(equal, rounds).proportion_ci(1 - 2 * FALSE_ALARM)
-    return interval.low >= EXPLAINED, interval.high < EXPLAINED
+        return False
+    return stats.binomtest(equal, rounds).proportion_ci(1 - 2 * FALSE_ALARM).low >= EXPLAINED
 
 
-def _rounds_needed(share: float, rounds: int) -> int:
-    """Rounds from which a share like this one would be told from EXPLAINED."""
+def _surely_less(equal: int, rounds: int, share: float) -> bool:
+    """Is the share of reproduced rounds surely less than ``share``? (Clopper-Pearson, FALSE_ALARM)"""
+    return rounds > 0 and stats.binomtest(equal, rounds).proportion_ci(1 - 2 * FALSE_ALARM).high < share
+
+
+def _rounds_needed(share: float, rounds: int) -> int | None:
+    """Rounds from which a share like this one would be told from EXPLAINED; None where that is far more than there are."""
     for needed in (int(rounds * factor) + 1 for factor in 1.2 ** np.arange(1, 60)):
-        above, below = _explains(np.array([[needed, round(share * needed)]]))
-        if needed >= 45 and (above or below):
+        if needed > MOST_NEEDED * max(rounds, 45):
+            return None
+        equal = round(share * needed)
+        if needed >= 45 and (_explains(np.array([[needed, equal]])) or _surely_less(equal, needed, EXPLAINED)):
             return needed
-    return needed
-
-
-def _equal(requests: list[dict], counts) -> np.ndarray:
-    """[requests, 2] uncut rounds, and how many of them have the same accepted count under the hypothesis."""
-    table = []
-    for request in requests:
-        pairs = [
-            (row["engine"], count)
-            for row, count in zip(request["rows"], counts(request), strict=True)
-            if not row["cut"]
-        ]
-        table.append((len(pairs), sum(engine == count for engine, count in pairs)))
-    return np.array(table, float)
-
-
-def _gap(requests: list[dict]) -> dict:
-    """Accepted tokens in a round, engine minus correct engine at the same slots, with a paired interval."""
-    rows = [[row for row in request["rows"] if not row["cut"]] for request in requests]
-    pairs = np.array([(len(some), sum(row["engine"] - row["replay"] for row in some)) for some in rows], float)
-    return bootstrap(_ratio, pairs) if pairs[:, 0].sum() else {"value": 0.0, "low": 0.0, "high": 0.0, "n": len(rows)}
-
-
-def by_slot(requests: list[dict], parts: int = 4) -> list[dict]:
-    """Accepted tokens in a round, engine and correct engine, in equally full parts of the context length.
-
-    A drafter that decays with the length of the context falls in both; an engine that fails there, in the first alone.
-    """
-    rows = sorted((row for request in requests for row in request["rows"] if not row["cut"]), key=lambda r: r["slot"])
-    table = []
-    for some in np.array_split(np.arange(len(rows)), parts):
-        part = [rows[index] for index in some]
-        if part:
-            means = {who: round(float(np.mean([row[who] for row in part])), 4) for who in ("engine", "replay")}
-            table.append({"slots": [part[0]["slot"], part[-1]["slot"]], "rounds": len(part), **means})
-    return table
-
-
-def _not_greedy(replay: dict) -> dict:
-    known = [request for request in replay["requests"] if "lossless" in request and "output_length" in request]
-    tokens = sum(request["output_length"] for request in known)
-    if not tokens or replay.get("temperature", 0):
-        return {}
-    wrong = sum(request["lossless"] for request in known)
-    return {"tokens": tokens, "not_greedy": wrong, "share": wrong / tokens}
+    return None
 
 
 def _ratio(counts: np.ndarray) -> np.ndarray:
@@ -315,8 +486,10 @@ def judge_together(verdicts: list[Verdict]) -> dict:
     """
     faulty = [verdict for verdict in verdicts if verdict.kind in (FAULT, UNKNOWN)]
     names = ", ".join(verdict.drafter for verdict in faulty)
+    kinds = "; ".join(f"{verdict.drafter}: {verdict.kind}" for verdict in verdicts)
+    if all(verdict.kind in (CANNOT_TELL, NOT_ENOUGH) for verdict in verdicts):
+        return {"kind": CANNOT_TELL, "sentence": f"No verdict ({kinds}).", "faults": []}
     if not faulty:
-        kinds = "; ".join(f"{verdict.drafter}: {verdict.kind}" for verdict in verdicts)
         return {"kind": HEALTHY, "sentence": f"No sign of an engine fault ({kinds}).", "faults": []}
     shared = set.intersection(*({v.fault, *v.ties} - {None} for v in faulty)) if faulty else set()
     order = [name for name in (faulty[0].fault, *faulty[0].ties) if name is not None and name in shared]
@@ -378,6 +551,8 @@ def check(replay: dict) -> None:
     for index, request in enumerate(requests):
         at = f"{where}, request {request.get('id', index)}"
         rounds = request["engine_rounds"]
+        if request.get("unjudged"):
+            continue
         if rounds != [row["engine"] for row in request["rows"]]:
             raise Eagle3Error(
                 f"{at}: rows: found {len(request['rows'])}, expected one for each of the engine's {len(rounds)} rounds"
@@ -390,16 +565,18 @@ def check(replay: dict) -> None:
             if len(counts) != len(rounds):
                 raise Eagle3Error(f"{at}: hypotheses, {name}: found {len(counts)} counts, expected {len(rounds)}")
         if "output_length" in request:
-            _check_rounds(rounds, request["output_length"], at)
+            _check_rounds(request, at)
 
 
-def _check_rounds(rounds: list[int], output_length: int, where: str) -> None:
-    """Prefill emits one token, each round its accepted ones and one more; only the last may overshoot the end."""
-    emitted = 1 + sum(rounds) + len(rounds)
+def _check_rounds(request: dict, where: str) -> None:
+    """Prefill emits one token, each round its accepted ones and one more, each step without drafts one; the last may
+    overshoot the end."""
+    rounds, length = request["engine_rounds"], request["output_length"]
+    emitted = 1 + sum(rounds) + len(rounds) + request.get("without_drafts", 0)
     before_last = emitted - (rounds[-1] + 1 if rounds else 0)
-    if emitted < output_length or (rounds and before_last >= output_length):
+    if emitted < length or (rounds and before_last >= length):
         raise Eagle3Error(
-            f"{where}: engine_rounds: found rounds that emit {emitted} tokens, expected the {output_length} of the output; "
+            f"{where}: engine_rounds: found rounds that emit {emitted} tokens, expected the {length} of the output; "
             f"the run was cut off, or rounds and tokens are of different runs"
         )
 
@@ -421,7 +598,7 @@ def check_same(measured: dict, replay: dict) -> None:
             )
         lengths = request["prompt_length"], request["output_length"]
         of_run = len(run["prompt_ids"]), len(run["output_ids"])
-        if lengths != of_run or request["engine_rounds"] != run["accepted"]:
+        if lengths != of_run or request["engine_rounds"] != (run["accepted"] or []):
             raise Eagle3Error(
                 f"replay of {replay['drafter']}: request {request['id']}: found {lengths} prompt and output tokens, expected "
                 f"{of_run} and the same rounds: the replay is of other tokens than the run"

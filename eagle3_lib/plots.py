@@ -144,13 +144,29 @@ def agreement(ranking: list[dict], most: int = 8) -> Figure:
     return figure
 
 
+def calibration(rows: list[dict]) -> Figure:
+    """Drafts accepted beside what the target's probabilities demand, by that probability.
+
+    Args:
+        rows: [{"low", "high": the bin, "drafts", "expected", "found": mean probability and share accepted}].
+    """
+    figure, axes = plt.subplots(figsize=(WIDTH, WIDTH * 0.8))
+    axes.plot([0, 1], [0, 1], linestyle="--", color="C1", label="the target's probabilities")
+    expected, found = ([row[key] for row in rows] for key in ("expected", "found"))
+    errors = [1.96 * (share * (1 - share) / row["drafts"]) ** 0.5 for share, row in zip(expected, rows, strict=True)]
+    axes.errorbar(expected, found, yerr=errors, fmt="o", color="C0", label="the engine, 95 % of a correct one within")
+    axes.set(xlim=(0, 1), ylim=(-0.02, 1.02), xlabel="probability of the draft", ylabel="share accepted")
+    figure.legend(loc="outside upper left")
+    return figure
+
+
 def round_strip(request: dict, rounds: int = 40) -> Figure:
     """The first rounds of one request: accepted tokens by the engine (bars) and by the replay (marks)."""
     rows = request["rows"][:rounds]
     figure, axes = plt.subplots(figsize=(WIDTH, 2.4))
     axes.bar(range(len(rows)), [row["engine"] for row in rows], color="C0", label="engine")
     axes.plot(range(len(rows)), [row["replay"] for row in rows], "o", color="C1", fillstyle="none", label="replay")
-    axes.set(xlabel="round", ylabel="accepted", yticks=range(1 + max(max(r["engine"], r["replay"]) for r in rows)))
+    axes.set(xlabel="round", ylabel="accepted", yticks=range(1 + _most(rows)))
     figure.legend(loc="outside upper left", ncols=2)
     return figure
 
@@ -165,23 +181,28 @@ def rounds_over_text(request: dict, words: list[str], rounds: int = 14) -> Figur
         request: of replay.json.
         words: the emitted tokens as text; the first is prefill's, before any round.
     """
-    rows, at = request["rows"][:rounds], 1
-    longest = 1 + max(max(row["engine"], row["replay"]) for row in rows)
+    rows = request["rows"][:rounds]
+    longest = 1 + _most(rows)
     figure, axes = plt.subplots(figsize=(WIDTH, 0.8 + 0.26 * len(rows)))
     for place, row in enumerate(rows):
-        for column, word in enumerate(words[at : at + row["engine"] + 1]):
+        first = row["slot"] - request["prompt_length"] + 2  # a round at a slot emits from the second token after it on
+        for column, word in enumerate(words[first : first + row["engine"] + 1]):
             drafted = column < row["engine"]
             look = {"facecolor": "C0", "alpha": 0.35} if drafted else {"facecolor": "none"}
             axes.barh(place, 0.96, left=column + 0.02, height=0.86, edgecolor="C4", **look)
             axes.text(column + 0.5, place, _short(word), ha="center", va="center", fontsize=9, family="monospace")
         axes.plot([row["replay"]] * 2, [place - 0.48, place + 0.48], color="C1", linewidth=3)
-        at += row["engine"] + 1
     axes.set(xlim=(-0.05, longest + 0.05), ylim=(len(rows) - 0.5, -0.5), ylabel="round", yticks=range(len(rows)))
     axes.set_yticks(range(len(rows)), range(1, len(rows) + 1))
     axes.set_xticks(range(longest + 1))
     axes.set_xlabel("tokens emitted (filled: accepted draft)")
     axes.grid(False)
     return figure
+
+
+def _most(rows: list[dict]) -> int:
+    """The largest accepted count, of the engine or the replay; 0 without a round."""
+    return max((max(row["engine"], row["replay"]) for row in rows), default=0)
 
 
 def _short(word: str, most: int = 9) -> str:
@@ -406,7 +427,9 @@ def _name_rows(axes: Axes, names: Iterable[str]) -> None:
 
 
 def span(interval: dict, words: str = "{:.2f}") -> str:
-    """An interval in words, which no line end parts: value (low to high)."""
+    """An interval in words, which no line end parts: value (low to high); "–" where there is none."""
+    if interval["value"] is None:
+        return "–"
     value, low, high = (words.format(interval[key]) for key in ("value", "low", "high"))
     return f"{value} ({low} to {high})".replace(" ", "\u00a0")
 

@@ -5,12 +5,22 @@ from pathlib import Path
 
 import numpy as np
 
-from . import acceptance, break_even, clean_room, diagnose, measured
+from . import acceptance, break_even, clean_room, diagnose, measured, replayed
 from .errors import Eagle3Error
-from .params import DiagnoseParams
+from .params import GREEDY, DiagnoseParams
 from .provenance import project_path, short_path, stage, write_json
 
-SCHEMA = 1
+SCHEMA = 2
+OF_REPLAY = (
+    "positions",
+    "engine_acceptance",
+    "replay_acceptance",
+    "agreement",
+    "dtype",
+    "sampling",
+    "sampled",
+    "plain",
+)
 
 
 def run(params: DiagnoseParams) -> dict:
@@ -51,15 +61,13 @@ def run(params: DiagnoseParams) -> dict:
 
 def _engine(folder: Path, engine: str, drafters: list[str]) -> dict:
     runs = {mode: measured.read(folder / "benchmark" / engine / mode) for mode in ("plain", "ngram", *drafters)}
-    replays = {name: _read(folder / "replay" / engine / name / "replay.json") for name in drafters}
+    replays = {name: replayed.read(folder / "replay" / engine / name / "replay.json") for name in drafters}
     for name, replay in replays.items():
         diagnose.check_same(runs[name], replay)
+    drafted = [name for name, replay in replays.items() if replay["engine_acceptance"]["rounds"]]
     result = {
         "version": runs["plain"]["version"],
-        "drafters": {
-            name: {key: replay[key] for key in ("positions", "engine_acceptance", "replay_acceptance", "agreement")}
-            for name, replay in replays.items()
-        },
+        "drafters": {name: {key: replay.get(key) for key in OF_REPLAY} for name, replay in replays.items()},
         "ngram_acceptance": runs["ngram"]["summary"].get("acceptance"),
         "evidence": {mode: {key: run[key] for key in ("evidence", "cross_check")} for mode, run in runs.items()},
         "throughput": {mode: run["summary"] | {"load_s": run["load_s"]} for mode, run in runs.items()},
@@ -67,7 +75,7 @@ def _engine(folder: Path, engine: str, drafters: list[str]) -> dict:
         "speedup_by_concurrency": {
             mode: by_concurrency(runs["plain"], run) for mode, run in runs.items() if mode != "plain"
         },
-        "cost": {name: cost(runs["plain"], runs[name], replays[name]) for name in drafters},
+        "cost": {name: cost(runs["plain"], runs[name], replays[name]) for name in drafted},
         "latency": {mode: latency(run) for mode, run in runs.items()},
         "step_s": {mode: step_time(runs[mode]) for mode in ("plain", *drafters)},
         "tokens": _tokens(runs, replays),
@@ -80,13 +88,14 @@ def _engine(folder: Path, engine: str, drafters: list[str]) -> dict:
             round_costs(runs[name], result["speedup_by_concurrency"][name], result["cost"][name]),
         )
         for name, replay in replays.items()
+        if name in drafted
     }
     verdicts = [diagnose.judge(replay) for replay in replays.values()]
     result["verdicts"] = [verdict.as_dict() for verdict in verdicts]
     result["together"] = diagnose.judge_together(verdicts)
-    if len(drafters) > 1:
+    if len(drafted) == len(drafters) > 1:
         first, last = (
-            [request["accepted"] for request in runs[name]["requests"]] for name in (drafters[0], drafters[-1])
+            [request["accepted"] or [] for request in runs[name]["requests"]] for name in (drafters[0], drafters[-1])
         )
         positions = runs[drafters[0]]["positions"]
         result["length_gain"] = {
@@ -198,14 +207,16 @@ def _tokens(runs: dict[str, dict], replays: dict[str, dict]) -> dict:
     differing = {
         mode: sum(request["output_ids"] != plain.get(request["id"]) for request in run["requests"])
         for mode, run in runs.items()
-        if mode != "plain"
+        if mode != "plain" and not run.get("sampling", {}).get("temperature")  # draws differ by chance
     }
     return {
         "requests": len(plain),
         "tokens": sum(map(len, plain.values())),
         "requests_differing_from_plain": differing,
         "tokens_not_the_targets_choice": {
-            name: replay["agreement"]["tokens_not_greedy"] for name, replay in replays.items()
+            name: replay["agreement"]["tokens_not_greedy"]
+            for name, replay in replays.items()
+            if not replay.get("sampled")
         },
     }
 
@@ -240,7 +251,7 @@ def _read(path: Path) -> dict:
 def replays(params: DiagnoseParams, engine: str) -> dict[str, dict]:
     """replay.json of each drafter in one engine, for the figures."""
     folder = project_path(params.folder)
-    return {name: _read(folder / "replay" / engine / name / "replay.json") for name in params.drafters}
+    return {name: replayed.read(folder / "replay" / engine / name / "replay.json") for name in params.drafters}
 
 
 def curve_rows(replays: dict[str, dict]) -> list[dict]:
@@ -252,7 +263,7 @@ def curve_rows(replays: dict[str, dict]) -> list[dict]:
     """
     rows = []
     for name, replay in replays.items():
-        for who in ("engine", "replay"):
+        for who in ("engine", "replay") if replay["engine_acceptance"]["rounds"] else ():
             result = replay[f"{who}_acceptance"]
             given = conditional_curve([r[f"{who}_rounds"] for r in replay["requests"]], replay["positions"])
             for index in range(replay["positions"]):
@@ -305,8 +316,35 @@ def acceptance_rows(replays: dict[str, dict]) -> list[dict]:
             "rate": replay[f"{who}_acceptance"]["acceptance_rate"],
         }
         for name, replay in replays.items()
+        if replay["engine_acceptance"]["rounds"]
         for who in ("engine", "replay")
     ]
+
+
+def token_rows(replays: dict[str, dict]) -> list[dict]:
+    """Are the emitted tokens the target's own: one row a drafter, and one for the plain decoding beside it."""
+    rows = []
+    for name, replay in replays.items():
+        of_run = {"sampled": replay.get("sampled"), "not_greedy": replay["agreement"]["tokens_not_greedy"]}
+        of_run["tokens"] = sum(request["output_length"] for request in replay["requests"])
+        for decoding, found in ((name, of_run), (f"plain, beside {name}", replay.get("plain"))):
+            if found:
+                rows.append({"decoding": decoding} | _token_row(found))
+    return rows
+
+
+def _token_row(found: dict) -> dict:
+    sampled = found["sampled"]
+    if not sampled:
+        return {"tokens": found["tokens"], "not the target's first choice": found["not_greedy"]}
+    tests = {f"p, {name}": f"{test['p']:.2g}" for name, test in sampled["tests"].items()}
+    return {"tokens": found["tokens"], "lossless": "yes" if sampled["lossless"] else f"no: {sampled['fault']}"} | tests
+
+
+def sampling_told(sampling: dict | None) -> str:
+    """How tokens were chosen, in words: "greedy", or the settings that differ from it."""
+    changed = {name: value for name, value in (sampling or {}).items() if value != GREEDY.model_dump()[name]}
+    return ", ".join(f"{name} {value}" for name, value in changed.items()) or "greedy"
 
 
 def training_log(params: DiagnoseParams) -> list[dict]:

@@ -255,6 +255,22 @@ def round_slots(rounds: list[int], prompt_length: int) -> list[int]:
 # ------------------------------------------------------------------------------------------------------ contradictions
 
 
+def at_context_limit(request: dict, bench: dict) -> bool:
+    """Whether an answer came so near to the end of the context that a round's drafts did not fit.
+
+    vLLM then runs the drafter for no request of the batch, and hands token 0 on as every draft
+    (v1/worker/gpu_model_runner.py, ``_input_fits_in_drafter``, 0.23 to 0.33): rounds of the answers beside this one too
+    accept nothing, and find keys and values missing afterwards. The last rounds of such an answer draft fewer and fewer.
+
+    Args:
+        bench: benchmark.json; its "max_model_len", where it is known.
+    """
+    drafted = request.get("drafted") or []
+    tokens = len(request["prompt_ids"]) + len(request["output_ids"])
+    beyond = "max_model_len" in bench and tokens + bench["positions"] > bench["max_model_len"]
+    return beyond or (bench["positions"] > 2 and list(drafted[-2:]) == [2, 1])
+
+
 def contradiction(request: dict, positions: int) -> str | None:
     """What contradicts the rounds of one answer, as a sentence; None where nothing does.
 

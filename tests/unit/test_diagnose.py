@@ -210,3 +210,156 @@ def test_other_k_target_or_tokens_are_refused():
         diagnose.check_same(measured, replay | {"requests": [request(prompt_length=4)]})
     with pytest.raises(Eagle3Error, match="request 8: found no such request"):
         diagnose.check_same(measured, replay | {"requests": [request(id="8")]})
+
+
+# ------------------------------------------------------------------------------------------ what cannot be told, and why
+
+
+def test_rounds_that_the_engine_contradicts_have_no_verdict():
+    random = np.random.default_rng(11)
+    rounds = rounds_of(random, 12, 0.4)
+    said = "the rounds of the requests are 8, the engine's counters tell 9"
+    pooled = diagnose.judge(replay_of(rounds, rounds) | {"contradictions": [said]})
+    assert pooled.kind == diagnose.CANNOT_TELL and said in pooled.sentence
+    one = replay_of(rounds, rounds)
+    one["requests"][3] |= {"unjudged": "its rounds emit 8 tokens, the answer has 6", "rows": [], "hypotheses": {}}
+    verdict = diagnose.judge(one)
+    assert verdict.kind == diagnose.CANNOT_TELL
+    assert verdict.sentence == (
+        "drafter: cannot tell, because the engine's own counts contradict these rounds: request 3: its rounds emit 8 tokens, "
+        "the answer has 6."
+    )
+
+
+def test_answers_whose_rounds_are_not_told_are_left_out():
+    random = np.random.default_rng(12)
+    rounds = rounds_of(random, 12, 0.5)
+    replay = replay_of(rounds, rounds)
+    nothing = {"unjudged": "the engine tells no rounds of it", "rows": [], "hypotheses": {}, "engine_rounds": []}
+    replay["requests"][3] |= nothing
+    verdict = diagnose.judge(replay)
+    assert verdict.kind == diagnose.HEALTHY and verdict.evidence["unjudged"] == {"3": nothing["unjudged"]}
+    assert verdict.evidence["rounds_compared"] == sum(map(len, rounds)) - len(rounds[3])
+
+
+def test_no_round_is_no_verdict():
+    verdict = diagnose.judge(replay_of([[], []], [[], []]))
+    assert verdict.kind == diagnose.CANNOT_TELL and "there is no round" in verdict.sentence
+    assert verdict.evidence["engine"]["mean_length"]["value"] is None
+
+
+def test_rounds_without_a_sure_place_are_not_compared():
+    random = np.random.default_rng(13)
+    engine = rounds_of(random, 12, 0.4)
+    replay = replay_of(engine, disturbed(random, engine, 0.3))
+    for request in replay["requests"]:
+        for row in request["rows"]:
+            row["sure"] = False
+    verdict = diagnose.judge(replay)
+    every = sum(map(len, engine))
+    assert verdict.kind == diagnose.CANNOT_TELL
+    assert f"no round can be compared with the replay ({every} without a sure place)" in verdict.sentence
+
+
+def test_a_run_at_k_3_that_claims_k_4():
+    """Once its verdict was that about 6,651 rounds would decide."""
+    random = np.random.default_rng(14)
+    correct = rounds_of(random, 12, 0.5)
+    at_3 = [[min(count, 3) for count in some] for some in correct]
+    claimed = diagnose.judge(replay_of(at_3, correct) | {"dtype": "float32"})
+    assert claimed.kind == diagnose.CANNOT_TELL
+    assert "no round accepted more than 3 drafts where K = 4 is claimed" in claimed.sentence
+    drafted = replay_of(at_3, correct) | {"dtype": "float32"}
+    for request in drafted["requests"]:
+        request["drafted"] = [4] * len(request["rows"])  # the engine says so: its last draft is broken
+    assert diagnose.judge(drafted).kind == diagnose.UNKNOWN
+
+
+def test_in_float32_a_tenth_of_the_rounds_unequal_is_a_fault_without_more_rounds():
+    """vllm-ascend#6612 as replayed: 66 of 615 rounds differ. Once: about 11,057 rounds would decide."""
+    random = np.random.default_rng(15)
+    correct = rounds_of(random, 12, 0.5)
+    faulty = disturbed(random, correct, 0.12)
+    verdict = diagnose.judge(replay_of(faulty, correct) | {"dtype": "float32"})
+    assert verdict.kind == diagnose.UNKNOWN
+    assert 0.85 < verdict.evidence["agreement"]["value"] < 0.95
+
+
+def test_a_hypothesis_that_leaves_rounds_unexplained_is_not_named_in_float32():
+    random = np.random.default_rng(16)
+    correct = rounds_of(random, 12, 0.5)
+    faulty = disturbed(random, correct, 0.3)
+    near = replay_of(disturbed(random, faulty, 0.08), correct, {"this": faulty})
+    assert diagnose.judge(near | {"dtype": "bfloat16"}).fault == "this"
+    assert diagnose.judge(near | {"dtype": "float32"}).kind == diagnose.UNKNOWN
+
+
+def test_more_rounds_are_asked_for_only_where_they_would_decide():
+    assert diagnose._rounds_needed(1.0, 10) in range(44, 60)
+    assert diagnose._rounds_needed(0.9, 600) is None  # once 5,854,545 was printed
+    assert "More such rounds would not decide" in diagnose._Sentences("d", 0.1, 0.1, 600, {CORRECT: {"value": 0.9}}).not_enough(None)
+
+
+def test_departing_rounds_beside_the_end_of_the_context_are_no_fault():
+    """The real vLLM drafts for none of a batch when one request of it is near max_model_len."""
+    random = np.random.default_rng(18)
+    correct = rounds_of(random, 12, 0.5)
+    engine = [[0 if random.random() < 0.1 else count for count in some] for some in correct]
+    replay = replay_of(engine, correct) | {"dtype": "float32"}
+    assert diagnose.judge(replay).kind == diagnose.UNKNOWN
+    verdict = diagnose.judge(replay | {"at_limit": 3})
+    assert verdict.kind == diagnose.CANNOT_TELL and "3 answers came to the end of the context" in verdict.sentence
+    assert diagnose.judge(replay_of(correct, correct) | {"at_limit": 3}).kind == diagnose.HEALTHY
+
+
+def test_a_rate_counts_the_drafts_that_there_were():
+    replay = replay_of([[1, 0, 1] * 60], [[1, 0, 1] * 60]) | {"dtype": "float32"}
+    replay["requests"][0] |= {"drafted": [1, 1, 2] * 60, "replay_drafted": [1, 1, 2] * 60}
+    verdict = diagnose.judge(replay)
+    assert verdict.evidence["engine"]["acceptance_rate"]["value"] == verdict.evidence["replay"]["acceptance_rate"]["value"] == 0.5
+    assert verdict.evidence["most_drafted"] == 2
+
+
+# ----------------------------------------------------------------------------------------------------- how it was asked
+
+
+def not_greedy(share: float, **more) -> dict:
+    random = np.random.default_rng(17)
+    rounds = rounds_of(random, 12, 0.5)
+    replay = replay_of(rounds, rounds) | {"dtype": "float32"} | more
+    for request in replay["requests"]:
+        request["output_length"] = 1 + sum(request["engine_rounds"]) + len(request["engine_rounds"])
+        request["lossless"] = round(request["output_length"] * share)
+    return replay
+
+
+def test_tokens_changed_by_the_targets_own_defaults_are_no_fault():
+    verdict = diagnose.judge(not_greedy(0.2, untold_defaults={"repetition_penalty": 1.05}))
+    assert verdict.kind == diagnose.CANNOT_TELL
+    assert "generation_config.json sets repetition_penalty 1.05" in verdict.sentence
+    assert diagnose.judge(not_greedy(0.0, untold_defaults={"repetition_penalty": 1.05})).kind == diagnose.HEALTHY
+
+
+def test_tokens_that_plain_decoding_emits_too_are_no_fault_of_verification():
+    plain = {"requests": 12, "tokens": 1000, "not_greedy": 200, "sampled": None}
+    verdict = diagnose.judge(not_greedy(0.2, plain=plain))
+    assert verdict.kind == diagnose.CANNOT_TELL and "speculation is not the cause" in verdict.sentence
+    fault = diagnose.judge(not_greedy(0.2, plain=plain | {"not_greedy": 0}))
+    assert (fault.kind, fault.fault) == (diagnose.FAULT, "verification is not lossless")
+
+
+def judged(lossless: bool) -> dict:
+    tests = {"emitted": {"z": -30.0, "p": 1e-200, "n": 900}}
+    result = {"lossless": lossless, "fault": None if lossless else "drafts always accepted", "tests": tests, "tokens": 900}
+    return result | {"acceptance": {"expected": 0.5, "found": 1.0}, "calibration": []}
+
+
+def test_a_sampled_run_is_judged_as_sampled_before_any_fault():
+    sampling = {"sampling": {"temperature": 0.8}}
+    verdict = diagnose.judge(not_greedy(0.0, sampled=judged(False), **sampling))
+    assert (verdict.kind, verdict.fault) == (diagnose.FAULT, "drafts always accepted")
+    assert "Drafts accepted: 100.0%, by the target's probabilities 50.0%" in verdict.sentence
+    plain = {"requests": 12, "tokens": 1000, "not_greedy": None, "sampled": judged(False)}
+    both = diagnose.judge(not_greedy(0.0, sampled=judged(False), plain=plain, **sampling))
+    assert both.kind == diagnose.CANNOT_TELL
+    assert diagnose.judge(not_greedy(0.0, sampled=judged(True), **sampling)).kind == diagnose.HEALTHY

@@ -101,3 +101,11 @@ def test_a_correct_engine_walks_as_the_engine_drafted():
     drafts_at = rounds.drafts_by_slot(laid, [1, 0, 2], [1, 4, 4], 2)
     assert drafts_at == {1: 1, 2: 1, 3: 0, 4: 4, 5: 4, 6: 4, 7: 4}
     assert rounds.walk_as_drafted(accepted, 2, drafts_at, STEPS) == ([1, 0, 2, 0], [1, 4, 4, 4])
+
+
+def test_answers_at_the_end_of_the_context():
+    bench = {"positions": 4, "max_model_len": 20}
+    request = {"prompt_ids": [1] * 10, "output_ids": [1] * 6, "drafted": [4, 4]}
+    assert not rounds.at_context_limit(request, bench)
+    assert rounds.at_context_limit(request | {"output_ids": [1] * 7}, bench)
+    assert rounds.at_context_limit(request | {"drafted": [4, 3, 2, 1]}, {"positions": 4})  # where the limit is not known
