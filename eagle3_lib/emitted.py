@@ -77,10 +77,18 @@ def compare(
         laid,
         request["accepted"] or [],
         request.get("drafted"),
-        proposed[start - 2 : start - 2 + emitted],
-        margins[start - 2 : start - 2 + emitted],
+        *(_at_tokens(some, start, emitted) for some in (proposed, margins)),
     )
     return {"emission": lossless.emission_of(target.lm_head, hidden, answer, *settings)}
+
+
+def _at_tokens(at_slots: Tensor, prompt_length: int, emitted: int) -> Tensor:
+    """Rows of slots [T-1, ...] for each emitted token [n, ...]: a round that begins with a token starts two before it.
+
+    The first token is prefill's, so its row is never looked at; after a prompt of one token it has no slot.
+    """
+    from_one_before = torch.cat([at_slots[:1], at_slots])
+    return from_one_before[prompt_length - 1 : prompt_length - 1 + emitted]
 
 
 def plain(target, boundary: int, requests: Iterable[dict], told: Told) -> dict:
@@ -98,7 +106,7 @@ def plain(target, boundary: int, requests: Iterable[dict], told: Told) -> dict:
     not_greedy, emissions = 0, []
     for request, features in zip(requests, capture(target, texts, [boundary]), strict=True):
         hidden = features.last_hidden[len(request["prompt_ids"]) - 1 : -1]
-        answer = lossless.Answer(request["prompt_ids"], request["output_ids"])
+        answer = lossless.Answer(request["prompt_ids"], request["output_ids"], Laid(idle=list(range(1, len(hidden)))))
         if told.sampling.temperature:
             emissions.append(lossless.emission_of(target.lm_head, hidden, answer, *settings))
         else:

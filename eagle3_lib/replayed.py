@@ -12,7 +12,7 @@ from .errors import Eagle3Error
 from .provenance import short_path
 
 SCHEMA = 2
-OPENING, CLOSING = ' "requests": [\n', " ]"
+OPENING, CLOSING = ' "requests":[\n', " ]"  # without the space that json.dumps puts there: it marks this layout
 
 
 class Writer:
