@@ -17,11 +17,11 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eagle3_lib import benchmark, checkpoint, diagnose, engines, replay, replayed, targets
+from eagle3_lib import benchmark, checkpoint, diagnose, emitted, engines, measured, replay, replayed, targets
 from eagle3_lib.answers import Answer, read_answers
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.journal import Journal
-from eagle3_lib.params import BenchmarkParams, ReplayParams
+from eagle3_lib.params import BenchmarkParams, ReplayParams, SamplingSettings
 from eagle3_lib.provenance import hardware, project_path, versions, write_json
 
 RUNS = "runs/healthy_zoo"
@@ -55,7 +55,8 @@ SERVERS = {
         },
     ),
     "no_prefix_cache": Setup({"engine_args": ["--no-enable-prefix-caching"]}),
-    "chunked_prefill": Setup({"engine_args": ["--enable-chunked-prefill", "--max-num-batched-tokens", "32"]}),
+    "chunked_prefill": Setup({"engine_args": ["--enable-chunked-prefill", "--max-num-batched-tokens", "128"]}),
+    "chunked_prefill_of_32": Setup({"engine_args": ["--enable-chunked-prefill", "--max-num-batched-tokens", "32"]}),
     "K_1": Setup({"num_speculative_tokens": 1}),
     "K_3": Setup({"num_speculative_tokens": 3}),
     "K_8": Setup({"num_speculative_tokens": 8}),
@@ -71,7 +72,9 @@ SERVERS = {
     "generation_config": Setup({"target": f"{RUNS}/target_with_penalties"}),
     "context_limit": Setup({"max_model_len": 128, "max_tokens": 100}),
     "bfloat16": Setup({"dtype": "bfloat16"}),
-    "long_bfloat16": Setup({"dtype": "bfloat16", "max_model_len": 4352, "concurrency": 2}, prompts="long"),
+    "long_bfloat16": Setup(
+        {"dtype": "bfloat16", "max_model_len": 4352, "max_tokens": 128, "concurrency": 5}, prompts="long"
+    ),
     "mla": Setup({"target": MLA}, prompts="mla", drafters=MLA_DRAFTERS),
     "sampled_plain": Setup({"temperature": 0.8}, drafters={"plain": ""}),
 }
@@ -88,7 +91,7 @@ def prompts_of(kind: str) -> list[Answer]:
     tokenizer = targets.load_tokenizer(targets.resolve(SMOLLM2))
     texts = sorted(project_path("eagle3_lib").glob("*.py"))
     code = tokenizer("\n".join(path.read_text() for path in texts))["input_ids"]
-    return [_prompt(f"code {i}", code[i * 4096 : (i + 1) * 4096]) for i in range(8)]
+    return [_prompt(f"code {i}", code[i * 4096 : (i + 1) * 4096]) for i in range(5)]
 
 
 def _prompt(name: str, ids: list[int]) -> Answer:
@@ -142,6 +145,8 @@ def judge(name: str, setup: Setup, drafter: str, ask: str) -> dict:
     """One row: stage 08 and the verdict on what one server answered."""
     folder = f"{RUNS}/{name}/{drafter}/{ask or 'asked'}"
     row = {"setting": f"{name}: {ask}" if ask else name, "drafter": drafter}
+    if drafter == "plain":
+        return row | judge_plain(folder)
     try:
         params = ReplayParams(
             run="healthy_zoo",
@@ -167,6 +172,25 @@ def judge(name: str, setup: Setup, drafter: str, ask: str) -> dict:
         "verdict": verdict.kind,
         "fault": verdict.fault,
         "sentence": verdict.sentence,
+    }
+
+
+def judge_plain(folder: str) -> dict:
+    """Plain decoding has no rounds; its tokens are held against the target."""
+    bench = measured.read(folder)
+    target_folder = targets.resolve(bench["target"])
+    settings = SamplingSettings.check(bench["sampling"], folder)
+    told = emitted.Told(settings, bench["dtype"], targets.end_ids(target_folder))
+    sampled = emitted.plain(targets.load(target_folder), 1, bench["requests"], told)["sampled"]
+    p = sampled["tests"]["emitted"]["p"]
+    sentence = f"{sampled['tokens']} tokens sampled at temperature {settings.temperature} (p = {p:.2g} of such tokens from the target)"
+    verdict = diagnose.HEALTHY if sampled["lossless"] else diagnose.FAULT
+    return {
+        "rounds": 0,
+        "tokens": sampled["tokens"],
+        "verdict": verdict,
+        "fault": sampled["fault"],
+        "sentence": sentence,
     }
 
 

@@ -76,11 +76,23 @@ def _check_request(request: dict, where: str, positions: int, chunks: bool) -> N
 
 def tensor_parallel(engine_args: list[str]) -> int:
     """The tensor parallel size that an engine was started with, from its command-line words; 1 where they say none."""
-    words = [word for argument in engine_args for word in argument.split("=", 1)]
-    for flag, value in pairwise(words):
-        if flag in ("--tensor-parallel-size", "-tp", "--tp-size", "--tp"):
-            return int(value)
-    return 1
+    return _number_after(engine_args, "--tensor-parallel-size", "-tp", "--tp-size", "--tp") or 1
+
+
+def prompts_in_chunks(bench: dict) -> int:
+    """How many prompts the engine may have prefilled in several chunks, by the budget in its command-line words."""
+    budget = _number_after(bench.get("engine_args", []), "--max-num-batched-tokens", "--chunked-prefill-size")
+    lengths = [len(request["prompt_ids"]) for request in bench["requests"]]
+    if budget is None:
+        return 0
+    if bench.get("evidence") == "told" and sum(lengths) > budget:  # asked together, prompts share the budget
+        return len(lengths)
+    return sum(length > budget for length in lengths)
+
+
+def _number_after(words: list[str], *flags: str) -> int | None:
+    parted = [part for word in words for part in word.split("=", 1)]
+    return next((int(value) for flag, value in pairwise(parted) if flag in flags), None)
 
 
 def throughput(timed: list[dict]) -> tuple[np.ndarray, np.ndarray]:

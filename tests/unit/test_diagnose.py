@@ -297,7 +297,9 @@ def test_a_hypothesis_that_leaves_rounds_unexplained_is_not_named_in_float32():
 def test_more_rounds_are_asked_for_only_where_they_would_decide():
     assert diagnose._rounds_needed(1.0, 10) in range(44, 60)
     assert diagnose._rounds_needed(0.9, 600) is None  # once 5,854,545 was printed
-    assert "More such rounds would not decide" in diagnose._Sentences("d", 0.1, 0.1, 600, {CORRECT: {"value": 0.9}}).not_enough(None)
+    assert "More such rounds would not decide" in diagnose._Sentences(
+        "d", 0.1, 0.1, 600, {CORRECT: {"value": 0.9}}
+    ).not_enough(None)
 
 
 def test_departing_rounds_beside_the_end_of_the_context_are_no_fault():
@@ -312,11 +314,26 @@ def test_departing_rounds_beside_the_end_of_the_context_are_no_fault():
     assert diagnose.judge(replay_of(correct, correct) | {"at_limit": 3}).kind == diagnose.HEALTHY
 
 
+def test_a_few_departing_rounds_after_prompts_in_chunks_are_no_fault():
+    """The real vLLM embeds the prompt's last token at the end of each chunk of a prompt, in the drafter."""
+    random = np.random.default_rng(19)
+    correct = rounds_of(random, 12, 0.5)
+    few = replay_of(disturbed(random, correct, 0.04), correct) | {"dtype": "float32"}
+    many = replay_of(disturbed(random, correct, 0.3), correct) | {"dtype": "float32", "prompts_in_chunks": 12}
+    assert diagnose.judge(few).kind == diagnose.judge(many).kind == diagnose.UNKNOWN
+    verdict = diagnose.judge(few | {"prompts_in_chunks": 12})
+    assert verdict.kind == diagnose.CANNOT_TELL and "12 prompts were prefilled in chunks" in verdict.sentence
+
+
 def test_a_rate_counts_the_drafts_that_there_were():
     replay = replay_of([[1, 0, 1] * 60], [[1, 0, 1] * 60]) | {"dtype": "float32"}
     replay["requests"][0] |= {"drafted": [1, 1, 2] * 60, "replay_drafted": [1, 1, 2] * 60}
     verdict = diagnose.judge(replay)
-    assert verdict.evidence["engine"]["acceptance_rate"]["value"] == verdict.evidence["replay"]["acceptance_rate"]["value"] == 0.5
+    assert (
+        verdict.evidence["engine"]["acceptance_rate"]["value"]
+        == verdict.evidence["replay"]["acceptance_rate"]["value"]
+        == 0.5
+    )
     assert verdict.evidence["most_drafted"] == 2
 
 
@@ -350,7 +367,12 @@ def test_tokens_that_plain_decoding_emits_too_are_no_fault_of_verification():
 
 def judged(lossless: bool) -> dict:
     tests = {"emitted": {"z": -30.0, "p": 1e-200, "n": 900}}
-    result = {"lossless": lossless, "fault": None if lossless else "drafts always accepted", "tests": tests, "tokens": 900}
+    result = {
+        "lossless": lossless,
+        "fault": None if lossless else "drafts always accepted",
+        "tests": tests,
+        "tokens": 900,
+    }
     return result | {"acceptance": {"expected": 0.5, "found": 1.0}, "calibration": []}
 
 

@@ -108,4 +108,6 @@ def test_answers_at_the_end_of_the_context():
     request = {"prompt_ids": [1] * 10, "output_ids": [1] * 6, "drafted": [4, 4]}
     assert not rounds.at_context_limit(request, bench)
     assert rounds.at_context_limit(request | {"output_ids": [1] * 7}, bench)
-    assert rounds.at_context_limit(request | {"drafted": [4, 3, 2, 1]}, {"positions": 4})  # where the limit is not known
+    assert rounds.at_context_limit(
+        request | {"drafted": [4, 3, 2, 1]}, {"positions": 4}
+    )  # where the limit is not known
