@@ -102,12 +102,39 @@ class RMSNorm(nn.RMSNorm):
             return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+class Rope(LlamaRotaryEmbedding):
+    """cos and sin of rope; its inverse frequencies stay float32 in every dtype that the drafter is cast to.
+
+    Engines build their cos/sin tables from float32 frequencies, whatever the model's dtype (vLLM 0.32:
+    model_executor/layers/rotary_embedding/base.py). In bfloat16 the angle at position 4,000 would be off by radians.
+    """
+
+    def _apply(self, fn, recurse=True):
+        """Every cast and move of a module passes here: buffers go where ``fn`` puts them, with the values they had."""
+        kept = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            self._buffers[name] = buffer.to(self._buffers[name].device)
+        return self
+
+
+def softmax_scale(config: DrafterConfig) -> float:
+    """What an attention layer multiplies its scores by before the softmax.
+
+    With latent attention it carries YaRN's mscale twice (once for the query, once for the key), as vLLM's deepseek_v2.py and
+    SGLang's deepseek_v2.py have it; a trainer that leaves it out trains another temperature.
+    """
+    if config.latent is None:
+        return config.head_dim**-0.5
+    return config.latent.qk_head_dim**-0.5 * yarn_mscale(config.rope_parameters) ** 2
+
+
 class Attention(nn.Module):
     """Grouped-query attention; ``inputs`` features in, hidden_size out."""
 
     def __init__(self, config: DrafterConfig, inputs: int):
         super().__init__()
-        self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
+        self.head_dim, self.scale = config.head_dim, softmax_scale(config)
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(inputs, queries, bias=config.attention_bias)
         self.k_proj = nn.Linear(inputs, keys, bias=config.attention_bias)
@@ -116,35 +143,35 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, S, inputs] -> query [B, heads, S, d], keys and values [B, kv heads, S, d], turned by ``rope``."""
+    def query(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """x [B, S, inputs] -> [B, heads, S, d], turned by ``rope``."""
         query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        return apply_rotary_pos_emb(query, query[:, :0], *rope)[0]
+
+    def states(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """x [B, S, inputs] -> keys, turned by ``rope``, and values [B, kv heads, S, d]."""
         keys = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         values = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return *apply_rotary_pos_emb(query, keys, *rope), values
+        return apply_rotary_pos_emb(keys[:, :0], keys, *rope)[1], values
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Cache, documents: Documents | None = None
     ) -> Tensor:
         """x [B, S, inputs] of one step; its keys and values are appended to those of earlier steps in ``cache``."""
-        query, keys, values = self.project(x, rope)
-        cache.append((keys, values))
+        query = self.query(x, rope)
+        cache.append(self.states(x, rope))
         mixed = lattice_attention(query, cache, self.scale, documents)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention: queries and keys of a rope part, interleaved, and of a part without positions.
-
-    The softmax scale carries YaRN's mscale twice (once for the query, once for the key), as vLLM's deepseek_v2.py and
-    SGLang's deepseek_v2.py have it; a trainer that leaves it out trains another temperature.
-    """
+    """Multi-head latent attention: queries and keys of a rope part, interleaved, and of a part without positions."""
 
     def __init__(self, config: DrafterConfig, inputs: int):
         nn.Module.__init__(self)
         assert config.latent is not None
         sizes, heads, eps = config.latent, config.num_attention_heads, config.rms_norm_eps
-        self.sizes, self.scale = sizes, sizes.qk_head_dim**-0.5 * yarn_mscale(config.rope_parameters) ** 2
+        self.sizes, self.scale = sizes, softmax_scale(config)
         self.q_a_proj = nn.Linear(inputs, sizes.q_lora_rank, bias=False)
         self.q_a_layernorm = RMSNorm(sizes.q_lora_rank, eps=eps)
         self.q_b_proj = nn.Linear(sizes.q_lora_rank, heads * sizes.qk_head_dim, bias=False)
@@ -153,16 +180,23 @@ class LatentAttention(Attention):
         self.kv_b_proj = nn.Linear(sizes.kv_lora_rank, heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * sizes.v_head_dim, config.hidden_size, bias=False)
 
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, S, inputs] -> query, keys [B, heads, S, nope + rope] and values [B, heads, S, v]."""
+    def query(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """x [B, S, inputs] -> [B, heads, S, nope + rope]."""
         sizes = self.sizes
         query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (-1, sizes.qk_head_dim))
-        query, query_rope = query.transpose(1, 2).split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], -1)
-        latent, key_rope = self.kv_a_proj_with_mqa(x).split([sizes.kv_lora_rank, sizes.qk_rope_head_dim], -1)
-        heads = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (query.shape[1], -1)).transpose(1, 2)
+        query, turned = query.transpose(1, 2).split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], -1)
+        return torch.cat([query, apply_rotary_pos_emb_interleave(turned, turned[:, :0], *rope)[0]], -1)
+
+    def states(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """x [B, S, inputs] -> keys [B, heads, S, nope + rope] and values [B, heads, S, v]."""
+        sizes = self.sizes
+        latent, turned = self.kv_a_proj_with_mqa(x).split([sizes.kv_lora_rank, sizes.qk_rope_head_dim], -1)
+        width = sizes.qk_nope_head_dim + sizes.v_head_dim
+        heads = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, width)).transpose(1, 2)
         keys, values = heads.split([sizes.qk_nope_head_dim, sizes.v_head_dim], -1)
-        query_rope, key_rope = apply_rotary_pos_emb_interleave(query_rope, key_rope[:, None], *rope)
-        return torch.cat([query, query_rope], -1), torch.cat([keys, key_rope.expand_as(query_rope)], -1), values
+        turned = turned[:, None]  # one for all heads
+        turned = apply_rotary_pos_emb_interleave(turned[:, :0], turned, *rope)[1]
+        return torch.cat([keys, turned.expand(-1, keys.shape[1], -1, -1)], -1), values
 
 
 def yarn_mscale(rope_parameters: dict) -> float:
@@ -225,7 +259,7 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = LlamaRotaryEmbedding(config.llama())
+        self.rotary = Rope(config.llama())
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
         for parameter in self.parameters():

@@ -9,33 +9,46 @@ what each such engine would have accepted on the same tokens; all share one forw
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .checkpoint import default_boundaries
-from .drafter import Drafter
-from .lossless import greedy
+from .drafter import Drafter, Rope, softmax_scale
+from .emitted import Told
+from .emitted import compare as compare_tokens
 from .replay import (
     BEFORE_UPDATE,
     NORMED,
     RESIDUAL,
     UPDATE,
     Features,
+    Kind,
+    OtherRanks,
     Setup,
     Texts,
+    Without,
     all_slots,
     capture,
     captured_for,
-    compare,
     correct,
     counts_at,
     own_rounds,
+)
+from .rounds import (
+    NOT_TOLD,
+    Laid,
+    capped,
+    compare,
+    contradiction,
+    drafts_by_slot,
+    lay,
     round_slots,
     walk,
+    walk_as_drafted,
 )
 
 HEALTHY = "correct engine"
@@ -43,17 +56,49 @@ HEALTHY = "correct engine"
 
 @dataclass(frozen=True)
 class TargetParts:
-    """What faults need of the target: its number of layers, embedding and head [vocab, H], and final norm."""
+    """What faults need of the target: its number of layers, embedding and head [vocab, H], and final norm.
+
+    rope_parameters: as in transformers' configs, with rope_type and rope_theta; None where layers differ in it, only a part
+    of each head turns, or its kind is unknown here. ranks: the engine's tensor parallel size. divided_mlps: boundaries whose
+    layer before adds one dense MLP, which such an engine divides by intermediate columns, as it is; experts are not among
+    them.
+    """
 
     layers: int
     embedding: Tensor
     head: Tensor
     final_norm: nn.Module
+    rope_parameters: dict | None = None
+    ranks: int = 1
+    divided_mlps: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, target) -> "TargetParts":
-        embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
-        return cls(target.config.get_text_config().num_hidden_layers, embedding, head, target.base_model.norm)
+    def of(cls, target, ranks: int = 1) -> "TargetParts":
+        config, layers = target.config.get_text_config(), target.base_model.layers
+        return cls(
+            config.num_hidden_layers,
+            target.get_input_embeddings().weight,
+            target.get_output_embeddings().weight,
+            target.base_model.norm,
+            _rope_parameters(config),
+            ranks,
+            frozenset(k for k, layer in enumerate(layers, 1) if _adds_a_dense_mlp(layer, config)),
+        )
+
+
+def _rope_parameters(config) -> dict | None:
+    """Of a transformers config."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if "rope_theta" not in rope or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return None
+    return {**rope, "rope_type": kind} if kind == "default" or kind in ROPE_INIT_FUNCTIONS else None
+
+
+def _adds_a_dense_mlp(layer: nn.Module, config) -> bool:
+    """Whether what ``layer`` adds last is its MLP's down_proj: no experts, and nothing done to it on the way."""
+    changed = hasattr(layer, "post_feedforward_layernorm") or getattr(config, "residual_multiplier", 1.0) != 1.0
+    return isinstance(getattr(getattr(layer, "mlp", None), "down_proj", None), nn.Linear) and not changed
 
 
 Change = Callable[[Setup, TargetParts], Setup | None]
@@ -81,10 +126,13 @@ def variant(drafter: Drafter, weights: dict[str, Tensor] | None = None, /, **con
     new = _shallow(drafter)
     new.config = drafter.config.with_(**config)
     if "rope_parameters" in config:
-        new.rotary = LlamaRotaryEmbedding(new.config.llama()).to(drafter.fc.weight.device)
-    if "norm_before_residual" in config:
+        new.rotary = Rope(new.config.llama()).to(drafter.fc.weight.device)
+    if {"rope_parameters", "norm_before_residual"} & config.keys():
         new.layers = nn.ModuleList(_shallow(layer) for layer in drafter.layers)
-        new.layers[0].norm_before_residual = config["norm_before_residual"]
+        for layer in new.layers:
+            layer.norm_before_residual = new.config.norm_before_residual
+            layer.self_attn = _shallow(layer.self_attn)
+            layer.self_attn.scale = softmax_scale(new.config)
     if config.get("fc_norm") and not drafter.config.fc_norm:
         sizes = [new.config.target_hidden_size] * len(new.config.boundaries)
         new.fc_norm = nn.ModuleList(_unit_norm(drafter, size) for size in sizes)
@@ -161,10 +209,27 @@ def _plain_rope(now: dict, _) -> dict | None:
     )
 
 
+def rope_of_target(setup: Setup, parts: TargetParts) -> Setup | None:
+    """cos and sin as the target turns by, over the drafter's own head; the softmax scale stays the drafter's.
+
+    None where the two turn alike, however their parameters are written.
+    """
+    if parts.rope_parameters is None:
+        return None
+    drafter = setup.drafter
+    turned = variant(drafter, rope_parameters=parts.rope_parameters).rotary
+    now = drafter.rotary
+    if turned.attention_scaling == now.attention_scaling and torch.equal(turned.inv_freq, now.inv_freq):
+        return None
+    new = variant(drafter)
+    new.rotary = turned
+    return replace(setup, drafter=new)
+
+
 # --------------------------------------------------------------------------------------------- changes of the features
 
 
-def boundaries(make: Callable[[tuple[int, ...], int], Iterable[int]], kind: str = RESIDUAL) -> Change:
+def boundaries(make: Callable[[tuple[int, ...], int], Iterable[int]], kind: Kind = RESIDUAL) -> Change:
     """Other boundaries, or another stream at the same ones; None where they are the configured ones or do not exist."""
 
     def change(setup: Setup, parts: TargetParts) -> Setup | None:
@@ -181,6 +246,18 @@ def boundaries(make: Callable[[tuple[int, ...], int], Iterable[int]], kind: str 
         return replace(setup, sources=sources, final_norm=parts.final_norm)
 
     return change
+
+
+def before_the_sum(setup: Setup, parts: TargetParts) -> Setup | None:
+    """Rank 0's part of the last update only; None with one rank, or where a boundary has no MLP that ranks divide.
+
+    Where every rank drafts from its own part, their drafters disagree and this is the nearest single one: it reproduces 120
+    of 125 rounds of such an engine, a correct engine 114 (benchmarks/tp_agreement.py, tp2_wrong).
+    """
+    configured = setup.drafter.config.boundaries
+    if parts.ranks == 1 or not parts.divided_mlps.issuperset(configured):
+        return None
+    return replace(setup, sources=tuple((Without(OtherRanks(parts.ranks)), k) for k in configured))
 
 
 def dropped(place: int) -> Change:
@@ -366,6 +443,15 @@ CATALOGUE: tuple[Fault, ...] = (
         ("sglang#28343",),
     ),
     Fault(
+        "captured before the sum over ranks",
+        "Under tensor parallelism each GPU captures its own part of the layer's last update, before the parts are summed.",
+        "every conditional rate somewhat lower",
+        "tensor parallel size 1; all-reduce fusion off",
+        "capture hidden_states + residual, after the reduction",
+        before_the_sum,
+        ("sglang#28343",),
+    ),
+    Fault(
         "features one slot late",
         "A slot gets the features of the slot before it.",
         "near nothing at every position",
@@ -531,6 +617,15 @@ CATALOGUE: tuple[Fault, ...] = (
         ("SpecForge#219", "Automodel#2399", "vllm#51092"),
     ),
     Fault(
+        "rope of the target",
+        "One cos/sin cache serves both models, so that the drafter is turned by the target's rope parameters.",
+        "every conditional rate lower, more so in long texts",
+        "serve a copy whose rope parameters are the target's: it accepts the same",
+        "train the drafter with the target's rope parameters, or use an engine with a cache for each model",
+        rope_of_target,
+        ("vllm-ascend#6612",),
+    ),
+    Fault(
         "positions not advanced",
         "Every drafting step rotates by the position of the first.",
         "the first position right, later ones lower",
@@ -647,39 +742,94 @@ def replay_all(
     return {name: counts_at(setup, texts, slots, steps, rounds) for name, setup in setups.items()}
 
 
-REQUESTS_AT_ONCE = 16  # their streams are held together: about 40 tensors [tokens, Ht]
+TOKENS_AT_ONCE = 8192  # of the texts whose streams are held together: about 40 tensors [tokens, Ht]
 
 
 def examine(
-    target, drafter: Drafter, requests: list[dict], steps: int, names: Iterable[str] | None = None
+    target,
+    drafter: Drafter,
+    requests: list[dict],
+    steps: int,
+    names: Iterable[str] | None = None,
+    told: Told | None = None,
+    ranks: int = 1,
 ) -> list[dict]:
     """Replay a correct engine and the catalogue on an engine's tokens: the ``requests`` of replay.json.
 
     Args:
-        requests: [{"id", "prompt_ids", "output_ids", "accepted": the engine's accepted counts, "drafted"}].
+        requests: [{"id", "prompt_ids", "output_ids", "accepted": the engine's accepted counts, and where they are known
+            "drafted", "chunks", "totals", "histogram"}].
         steps: K.
         names: faults to try; all of them by default.
+        told: how the tokens were chosen; greedily in float32 by default.
+        ranks: tensor parallel size of the engine.
     Returns:
-        for each request {"id", "prompt_length", "output_length", "engine_rounds", "drafted", "replay_rounds", "rows",
-        "hypotheses": {fault: accepted counts at the engine's rounds}, "greedy", "lossless"}.
+        for each request {"id", "prompt_length", "output_length", "engine_rounds", "drafted", "unjudged": why its rounds are
+        not compared, or None, "without_drafts": steps that drafted nothing, "replay_rounds", "replay_drafted", "rows", "hypotheses": {fault:
+        accepted counts at the engine's rounds}, and how its tokens compare with the target's: "greedy" and "lossless"
+        (tokens that are not the target's first choice), or "emission" where they were sampled}.
     """
-    setups = hypotheses(drafter, TargetParts.of(target), names)
-    examined = []
-    for first in range(0, len(requests), REQUESTS_AT_ONCE):
-        examined += _examine(target, setups, requests[first : first + REQUESTS_AT_ONCE], steps)
-    return examined
+    return list(examining(target, drafter, requests, steps, names, told or Told(), ranks))
+
+
+def examining(
+    target, drafter: Drafter, requests: list[dict], steps: int, names: Iterable[str] | None, told: Told, ranks: int = 1
+) -> Iterator[dict]:
+    """The requests of :func:`examine`, one after the other, a few texts at a time in memory."""
+    setups = hypotheses(drafter, TargetParts.of(target, ranks), names)
+    laid = lay_all(requests, steps)
+    group: list[int] = []
+    for index, request in enumerate(requests):
+        tokens = sum(_tokens(requests[other]) for other in group)
+        if group and tokens + _tokens(request) > TOKENS_AT_ONCE:
+            yield from _examine(target, setups, [requests[i] for i in group], [laid[i] for i in group], steps, told)
+            group = []
+        group.append(index)
+    yield from _examine(target, setups, [requests[i] for i in group], [laid[i] for i in group], steps, told)
+
+
+def _tokens(request: dict) -> int:
+    return len(request["prompt_ids"]) + len(request["output_ids"])
+
+
+def lay_all(requests: list[dict], steps: int) -> list[Laid | str]:
+    """Each request's rounds on its text, or why they are not compared."""
+    found = [_lay(request, steps) for request in requests]
+    if any(
+        isinstance(laid, Laid) and laid.idle and request["accepted"]
+        for request, laid in zip(requests, found, strict=True)
+    ):
+        found = [_lay(request, steps, may_idle=True) for request in requests]
+    return found
+
+
+def _lay(request: dict, steps: int, may_idle: bool = False) -> Laid | str:
+    if request["accepted"] is None:
+        return NOT_TOLD
+    if said := contradiction(request, steps):
+        return said
+    return lay(len(request["output_ids"]), request["accepted"], request.get("chunks") or (), may_idle)
 
 
 @torch.no_grad()
-def _examine(target, setups: dict[str, Setup], requests: list[dict], steps: int) -> list[dict]:
-    features, laid = lay(target, setups, requests)
-    everywhere = counts_at(setups[HEALTHY], laid, all_slots(laid), steps)
+def _examine(
+    target, setups: dict[str, Setup], requests: list[dict], laid: list[Laid | str], steps: int, told: Told
+) -> Iterator[dict]:
+    features, texts = forward(target, setups, requests)
+    everywhere = counts_at(setups[HEALTHY], texts, all_slots(texts), steps)
     faulty = {name: setup for name, setup in setups.items() if name != HEALTHY}
-    counts = replay_all(faulty, laid, [request["accepted"] for request in requests], steps)
-    return tell(target, requests, features, everywhere, counts, steps)
+    placed = [some if isinstance(some, Laid) else Laid() for some in laid]
+    slots = [some.slots(length) for some, length in zip(placed, texts.prompt_lengths, strict=True)]
+    rounds = [request["accepted"] if some.firsts else [] for request, some in zip(requests, placed, strict=True)]
+    counts = {name: counts_at(setup, texts, slots, steps, rounds) for name, setup in faulty.items()}
+    for index, request in enumerate(requests):
+        of_request = {name: by_request[index] for name, by_request in counts.items()}
+        examined = tell(request, laid[index], everywhere[index], of_request, steps)
+        known = placed[index] if isinstance(laid[index], Laid) else None
+        yield examined | compare_tokens(target, setups[HEALTHY].drafter, request, features[index], known, steps, told)
 
 
-def lay(target, setups: dict[str, Setup], requests: list[dict]) -> tuple[list[Features], Texts]:
+def forward(target, setups: dict[str, Setup], requests: list[dict]) -> tuple[list[Features], Texts]:
     """One forward pass of the target over the requests' texts, for all setups."""
     texts = [request["prompt_ids"] + request["output_ids"] for request in requests]
     boundaries = setups[HEALTHY].drafter.config.boundaries
@@ -687,30 +837,30 @@ def lay(target, setups: dict[str, Setup], requests: list[dict]) -> tuple[list[Fe
     return features, texts_of([(request["prompt_ids"], request["output_ids"]) for request in requests], features)
 
 
-@torch.no_grad()
-def tell(target, requests: list[dict], features: list[Features], everywhere, counts: dict, steps: int) -> list[dict]:
-    """The requests of replay.json, from a correct engine's counts at all slots and each fault's at the engine's rounds."""
-    examined = []
-    for index, (request, some) in enumerate(zip(requests, features, strict=True)):
-        start = len(request["prompt_ids"])
-        accepted = [0] * (start - 1) + everywhere[index]
-        emitted = torch.tensor(request["output_ids"], device=target.device)
-        choices = greedy(target.lm_head(some.last_hidden[start - 1 : -1]), emitted)
-        examined.append(
-            {
-                "id": request["id"],
-                "prompt_length": start,
-                "output_length": len(request["output_ids"]),
-                "engine_rounds": request["accepted"],
-                "drafted": request.get("drafted"),
-                "replay_rounds": walk(accepted, start),
-                "rows": compare(request["accepted"], accepted, start, steps),
-                "hypotheses": {name: by_request[index] for name, by_request in counts.items()},
-                "greedy": choices,
-                "lossless": choices["not_first_choice"] - choices["near_ties"],
-            }
-        )
-    return examined
+def tell(request: dict, laid: Laid | str, everywhere: list[int], counts: dict[str, list[int]], steps: int) -> dict:
+    """A request of replay.json, from a correct engine's counts at all slots and each fault's at the engine's rounds."""
+    start, drafted = len(request["prompt_ids"]), request.get("drafted")
+    accepted = [0] * (start - 1) + everywhere
+    told = {
+        "id": request["id"],
+        "prompt_length": start,
+        "output_length": len(request["output_ids"]),
+        "engine_rounds": request["accepted"] or [],
+        "drafted": drafted,
+    }
+    if isinstance(laid, str):
+        nothing = {"unjudged": laid, "without_drafts": 0, "rows": [], "hypotheses": {}}
+        return told | nothing | {"replay_rounds": walk(accepted, start), "replay_drafted": None}
+    drafts_at = drafts_by_slot(laid, request["accepted"], drafted, start)
+    replay_rounds, replay_drafted = walk_as_drafted(accepted, start, drafts_at, steps)
+    return told | {
+        "unjudged": None,
+        "without_drafts": len(laid.idle),
+        "replay_rounds": replay_rounds,
+        "replay_drafted": replay_drafted,
+        "rows": compare(request["accepted"], accepted, start, steps, drafted, laid),
+        "hypotheses": {name: capped(some, drafted) for name, some in counts.items()},
+    }
 
 
 def markdown() -> str:

@@ -10,27 +10,48 @@ prompt token, since prefill itself emits x[prompt_len].
 its drafts are right: the same counts for a fraction of the work, under any :class:`Setup`, correct or broken.
 """
 
+import bisect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from . import acceptance, checkpoint, measured, targets
+from . import acceptance, checkpoint, measured, replayed, targets
 from .drafter import Drafter
 from .errors import Eagle3Error
 from .params import ReplayParams
-from .provenance import project_path, stage, write_json
+from .provenance import project_path, stage
+from .rounds import at_context_limit, walk
+from .rounds import compare as compare  # rounds and replay are used together
+from .rounds import round_slots as round_slots
 
-Stream = tuple[str, int]
 RESIDUAL, UPDATE = (
     "residual",
     "update",
 )  # the residual stream at a boundary; what the layer before it added last (its MLP)
-NORMED, BEFORE_UPDATE = (
-    "normed",
-    "before update",
-)  # made of those two: after the target's final norm; without the update
+NORMED = "normed"  # made of it: after the target's final norm
+
+
+@dataclass(frozen=True)
+class OtherRanks:
+    """Of UPDATE, what ranks 1 and up add under tensor parallelism of ``ranks``: the MLP's other intermediate columns."""
+
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Without:
+    """Made of two: the residual stream without ``part`` of it, UPDATE or OtherRanks."""
+
+    part: str | OtherRanks
+
+
+BEFORE_UPDATE = Without(UPDATE)
+Kind = str | OtherRanks | Without
+Stream = tuple[Kind, int]  # of a boundary
 
 
 @dataclass
@@ -64,7 +85,7 @@ def capture(
     are padded on the right to the longest of a pass; with causal attention padding never reaches a real position.
 
     Args:
-        also: further streams (RESIDUAL or UPDATE at a boundary) that hypotheses need; see :func:`captured_for`.
+        also: further streams (RESIDUAL, UPDATE or OtherRanks at a boundary) that hypotheses need; see :func:`captured_for`.
         draft_ids: target ids of the draft vocabulary, for ``draft_mass``.
     Yields:
         :class:`Features` for each text, in order.
@@ -118,6 +139,7 @@ def choices(
 def _hook(layers, stream: Stream, seen: dict[Stream, Tensor]):
     """Put ``stream`` into ``seen`` whenever the target runs."""
     kind, boundary = stream
+    layer_before = layers[boundary - 1]
 
     def keep(_, __, output):
         seen[stream] = output[0] if isinstance(output, tuple) else output
@@ -125,8 +147,14 @@ def _hook(layers, stream: Stream, seen: dict[Stream, Tensor]):
     def keep_input(_, args, kwargs):
         seen[stream] = args[0] if args else kwargs["hidden_states"]
 
+    def keep_part(down_proj, args, _, ranks):
+        first = args[0].shape[-1] // ranks
+        seen[stream] = args[0][..., first:] @ down_proj.weight[:, first:].T
+
+    if isinstance(kind, OtherRanks):
+        return layer_before.mlp.down_proj.register_forward_hook(partial(keep_part, ranks=kind.ranks))
     if kind == UPDATE:
-        return layers[boundary - 1].mlp.register_forward_hook(keep)
+        return layer_before.mlp.register_forward_hook(keep)
     if boundary == len(layers):
         return layers[-1].register_forward_hook(keep)
     return layers[boundary].register_forward_pre_hook(keep_input, with_kwargs=True)
@@ -165,30 +193,6 @@ def accepted_at(proposed: Tensor, token_ids: list[int]) -> list[int]:
     return (proposed == emitted).int().cumprod(-1).sum(-1).tolist()
 
 
-def walk(accepted: list[int], prompt_length: int) -> list[int]:
-    """The rounds of a correct engine: accepted counts from the prompt's last slot on, until the text is all emitted."""
-    rounds, slot = [], prompt_length - 1
-    while slot < len(accepted) - 1:  # the last slot has nothing left to emit
-        rounds.append(accepted[slot])
-        slot += accepted[slot] + 1
-    return rounds
-
-
-def compare(engine_rounds: list[int], accepted: list[int], prompt_length: int, steps: int) -> list[dict]:
-    """Each of the engine's rounds beside what the replay says of a round at the same slot.
-
-    Returns:
-        for each round {"slot", "engine", "replay", "cut"}; ``cut``: the text ends inside the round's drafts, so that the
-        engine may have accepted tokens that it never emitted.
-    """
-    rows, slot = [], prompt_length - 1
-    for count in engine_rounds:
-        replayed = accepted[slot] if slot < len(accepted) else 0
-        rows.append({"slot": slot, "engine": count, "replay": replayed, "cut": slot + 1 + steps > len(accepted)})
-        slot += count + 1
-    return rows
-
-
 # ------------------------------------------------------------------------------------------- replay under a hypothesis
 
 
@@ -220,10 +224,12 @@ def correct(drafter: Drafter) -> Setup:
 
 def captured_for(setups: Iterable[Setup]) -> set[Stream]:
     """The streams that a forward pass must capture for these setups."""
-    needed = set()
+    needed: set[Stream] = set()
     for kind, k in (source for setup in setups for source in setup.sources if source):
-        needed |= {(UPDATE, k)} if kind in (UPDATE, BEFORE_UPDATE) else set()
-        needed |= {(RESIDUAL, k)} if kind != UPDATE else set()
+        if isinstance(kind, Without):
+            needed |= {(RESIDUAL, k), (kind.part, k)}
+        else:
+            needed.add((RESIDUAL if kind == NORMED else kind, k))
     return needed
 
 
@@ -252,15 +258,23 @@ class Texts:
         inside = offset < self.left[rows]
         return torch.where(inside, self.tokens[torch.where(inside, self.token[rows] + offset, 0)], -1)
 
-    def source(self, source: Stream | None, final_norm) -> Tensor:
+    def source(self, source: Stream | None, rows: Tensor, final_norm) -> Tensor:
+        """[rows, Ht] what an engine hands over at these rows."""
         if source is None:
-            return torch.zeros_like(next(iter(self.streams.values())))
+            return torch.zeros_like(next(iter(self.streams.values()))[rows])
         kind, k = source
         if kind == NORMED:
-            return final_norm(self.streams[RESIDUAL, k])
-        if kind == BEFORE_UPDATE:
-            return self.streams[RESIDUAL, k] - self.streams[UPDATE, k]
-        return self.streams[source]
+            return final_norm(self.streams[RESIDUAL, k][rows])
+        if isinstance(kind, Without):
+            return self.streams[RESIDUAL, k][rows] - self.streams[kind.part, k][rows]
+        return self.streams[source][rows]
+
+
+# Rows that drafting holds at once: a processor multiplies as many as fast as more, and their logits over a draft
+# vocabulary of 32,000 are 125 MiB in float32.
+ROWS = 1024
+# Attention scores held at once, heads x rows x text: 64 MiB in float32, and fewer or more were no faster at 64 heads.
+SCORES = 2**24
 
 
 @torch.no_grad()
@@ -275,9 +289,8 @@ def counts_at(
     Returns:
         for each text one count for each of its slots.
     """
-    rows = torch.tensor(
-        [texts.starts[i] + slot for i, some in enumerate(slots) for slot in some], device=texts.slot.device
-    )
+    places = [texts.starts[i] + slot for i, some in enumerate(slots) for slot in some]
+    rows = torch.tensor(places, dtype=torch.int64, device=texts.slot.device)
     run = _Run(setup, texts, steps)
     if not setup.stale:
         counts = run.counts(rows)
@@ -298,55 +311,80 @@ def own_rounds(counts: list[list[int]], texts: Texts) -> list[list[int]]:
     return [walk([0] * (p - 1) + some, p) for some, p in zip(counts, texts.prompt_lengths, strict=True)]
 
 
-def round_slots(rounds: list[int], prompt_length: int) -> list[int]:
-    """The slots at which an engine's rounds start."""
-    slots, slot = [], prompt_length - 1
-    for count in rounds:
-        slots.append(slot)
-        slot += count + 1
-    return slots
-
-
 class _Run:
-    """One setup on one set of texts: keys and values of step 0 for every row, then drafting on demand."""
+    """One setup on one set of texts: keys and values of step 0 for every row, then drafting on demand.
+
+    Held for every row: ``hidden``, [rows, H] what enters the last layer at step 0, and ``cache``, keys and values
+    [rows, kv heads, d] of each layer. Everything else is made for ``ROWS`` rows at a time.
+    """
 
     def __init__(self, setup: Setup, texts: Texts, steps: int):
         self.setup, self.texts, self.steps, self.drafter = setup, texts, steps, setup.drafter
         self.layers = list(setup.drafter.layers)
         self.rows = torch.arange(len(texts.slot), device=texts.slot.device)
-        self.embeds = self.drafter.embed_tokens(texts.ahead(self.rows, setup.first_token).clamp_min(0))
-        hidden = self._features()
-        self.entered, self.cache = [], []  # for each layer: its input [rows, ...] and residual; keys and values
-        for layer in self.layers:
-            inputs, residual = _enter(layer, self.embeds, hidden)
-            query, keys, values = self._project(layer, inputs, texts.slot)
-            if not setup.prompt_cached:
-                keys, values = (states.masked_fill(texts.prompt[:, None, None], 0) for states in (keys, values))
-            self.entered.append((inputs, residual))
-            self.cache.append((keys, values))
+        self.chunks = self.rows.split(ROWS)
+        self.cache: list[tuple[Tensor, ...]] = []
+        (self.hidden,) = self._joined((self._fused(rows),) for rows in self.chunks)
+        for index, layer in enumerate(self.layers):
+            self.cache.append(self._joined(self._states(layer, rows) for rows in self.chunks))
             if layer is not self.layers[-1]:
-                hidden = _leave(layer, residual, self._attend(query, self.rows, len(self.cache) - 1, []))
+                (self.hidden,) = self._joined((self._layer(index, rows),) for rows in self.chunks)
 
-    def _features(self) -> Tensor:
+    def _joined(self, parts: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Tensors of all rows from those of each chunk, each copied to its place as it comes."""
+        whole: tuple[Tensor, ...] = ()
+        for rows, some in zip(self.chunks, parts, strict=True):
+            whole = whole or tuple(tensor.new_empty(len(self.rows), *tensor.shape[1:]) for tensor in some)
+            for tensor, part in zip(whole, some, strict=True):
+                tensor[rows] = part
+        return whole
+
+    def _fused(self, rows: Tensor) -> Tensor:
         setup = self.setup
-        parts = [self.texts.source(source, setup.final_norm) for source in setup.sources]
+        if setup.lag:
+            rows = rows - self.texts.slot[rows].clamp_max(setup.lag)
+        parts = [self.texts.source(source, rows, setup.final_norm) for source in setup.sources]
         if setup.rounding:
             parts = [setup.rounding(part) for part in parts]
         features = torch.cat(parts, -1).to(self.drafter.fc.weight.dtype)
-        if setup.lag:
-            features = features[self.rows - self.texts.slot.clamp_max(setup.lag)]
         return self.drafter.fuse(features) if setup.through_fc else features
 
-    def _project(self, layer, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [rows, heads, d], scaled, and keys and values [rows, kv heads, d] at rope positions [rows]."""
+    def _embedded(self, rows: Tensor, offset: int) -> Tensor:
+        return self.drafter.embed_tokens(self.texts.ahead(rows, offset).clamp_min(0))
+
+    def _enter(self, layer, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """At step 0, of the layer that ``hidden`` enters."""
+        embeds = self._embedded(rows, self.setup.first_token) if layer.first else None
+        return _enter(layer, embeds, self.hidden[rows])
+
+    def _states(self, layer, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of step 0, as an engine holds them when it drafts."""
+        keys, values = self._projected(layer, self._enter(layer, rows)[0], self.texts.slot[rows])
+        if not self.setup.prompt_cached:
+            in_prompt = self.texts.prompt[rows, None, None]
+            keys, values = keys.masked_fill(in_prompt, 0), values.masked_fill(in_prompt, 0)
+        return keys, values
+
+    def _query(self, layer, inputs: Tensor, positions: Tensor) -> Tensor:
+        """[rows, heads, d], scaled, at rope positions [rows]."""
         rope = self.drafter.rotary(inputs, positions[None])
-        query, keys, values = (states[0].transpose(0, 1) for states in layer.self_attn.project(inputs[None], rope))
-        return query * layer.self_attn.scale, keys, values
+        return layer.self_attn.query(inputs[None], rope)[0].transpose(0, 1) * layer.self_attn.scale
+
+    def _projected(self, layer, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [rows, kv heads, d] at rope positions [rows]."""
+        rope = self.drafter.rotary(inputs, positions[None])
+        keys, values = layer.self_attn.states(inputs[None], rope)
+        return keys[0].transpose(0, 1), values[0].transpose(0, 1)
 
     def counts(self, rows: Tensor, keep: list | None = None) -> Tensor:
         """Accepted counts [rows]. ``keep`` collects (index into rows, step, keys and values by layer) of later steps."""
         counts = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-        alive = torch.arange(len(rows), device=rows.device)
+        for some in torch.arange(len(rows), device=rows.device).split(ROWS):
+            self._count(rows, some, counts, keep)
+        return counts
+
+    def _count(self, rows: Tensor, alive: Tensor, counts: Tensor, keep: list | None) -> None:
+        """Fill ``counts`` [rows] at the indices ``alive``."""
         hidden: Tensor | None = None
         own: list[list] = [[] for _ in self.layers]  # for each layer: keys and values of steps 1, 2, ...
         for step in range(self.steps):
@@ -363,22 +401,26 @@ class _Run:
             counts[alive] += 1
             hidden = (output if self.drafter.config.norm_output else hidden)[right]
             own = [[(keys[right], values[right]) for keys, values in some] for some in own]
-        return counts
 
     def _step(self, step: int, rows: Tensor, hidden: Tensor | None, own: list[list]) -> Tensor:
         """One drafting step of the rounds at ``rows``: their residual stream [rows, H] after the last layer."""
+        if step == 0:
+            return self._layer(len(self.layers) - 1, rows)  # the layers before it ran for every row already
+        embeds = self._embedded(rows, 1 + step)
         positions = self.texts.slot[rows] + step * self.setup.advance
-        if step:
-            embeds = self.drafter.embed_tokens(self.texts.ahead(rows, 1 + step).clamp_min(0))
         for index, layer in enumerate(self.layers):
-            if step == 0 and layer is not self.layers[-1]:
-                continue  # ran for every row already
-            inputs, residual = _enter(layer, embeds, hidden) if step else (part[rows] for part in self.entered[index])
-            query, keys, values = self._project(layer, inputs, positions)
-            if step:
-                own[index].append((keys, values))
+            inputs, residual = _enter(layer, embeds, hidden)
+            own[index].append(self._projected(layer, inputs, positions))
+            query = self._query(layer, inputs, positions)
             hidden = _leave(layer, residual, self._attend(query, rows, index, own[index]))
         return hidden
+
+    def _layer(self, index: int, rows: Tensor) -> Tensor:
+        """Step 0 of the layer that ``hidden`` enters: the residual stream [rows, H] after it."""
+        layer = self.layers[index]
+        inputs, residual = self._enter(layer, rows)
+        query = self._query(layer, inputs, self.texts.slot[rows])
+        return _leave(layer, residual, self._attend(query, rows, index, []))
 
     def _attend(self, query: Tensor, rows: Tensor, index: int, own: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Attention of each row over step 0 of its text's slots up to its own, and over its own later steps.
@@ -386,24 +428,48 @@ class _Run:
         ``rows`` must rise within each text, and texts too. Returns [rows, heads x d].
         """
         keys, values = self.cache[index]
+        heads = query.shape[1]
         query = query.unflatten(1, (keys.shape[1], -1))
         mixed = query.new_empty(*query.shape[:3], values.shape[-1])
-        own_scores = [torch.einsum("nkgd,nkd->nkg", query, some)[..., None] for some, _ in own]
-        bounds = torch.searchsorted(rows, torch.tensor(self.texts.starts, device=rows.device)).tolist()
+        places = rows.tolist()
+        bounds = [bisect.bisect_left(places, start) for start in self.texts.starts]
         for start, first, last in zip(self.texts.starts, bounds, bounds[1:], strict=False):
-            if first == last:
-                continue
-            end = int(rows[last - 1]) + 1
-            scores = torch.einsum("nkgd,skd->nkgs", query[first:last], keys[start:end])
-            future = self.rows[start:end] > rows[first:last, None]
-            scores = scores.masked_fill(future[:, None, None], float("-inf"))
-            weights = (
-                torch.cat([scores, *(some[first:last] for some in own_scores)], -1).float().softmax(-1).to(query.dtype)
-            )
-            mixed[first:last] = torch.einsum("nkgs,skd->nkgd", weights[..., : end - start], values[start:end])
-            for step, (_, some) in enumerate(own):
-                mixed[first:last] += weights[..., end - start + step, None] * some[first:last, :, None]
+            while first < last:
+                longest = places[last - 1] + 1 - start
+                part = slice(first, min(last, first + max(1, SCORES // (heads * longest))))
+                seen = slice(start, places[part.stop - 1] + 1)
+                later = [(some_keys[part], some_values[part]) for some_keys, some_values in own]
+                mixed[part] = _mixed(query[part], rows[part] - start, keys[seen], values[seen], later)
+                first = part.stop
         return mixed.flatten(1)
+
+
+def _mixed(query: Tensor, slots: Tensor, keys: Tensor, values: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attention of some rows of one text; one tensor [kv heads, rows x group, text] is all that grows with the text.
+
+    Args:
+        query: [rows, kv heads, group, d], scaled. slots: [rows], rising; each row sees the text up to its own.
+        keys, values: [text, kv heads, d], up to the last row's slot.
+        own: keys and values [rows, kv heads, d] of each later step, for its own row only.
+    Returns:
+        [rows, kv heads, group, d of values]
+    """
+    rows, _, group, _ = query.shape
+    scores = (query.transpose(0, 1).flatten(1, 2) @ keys.permute(1, 2, 0)).float()
+    if rows > 1:
+        unseen_by_some = int(slots[0]) + 1
+        future = torch.arange(unseen_by_some, len(keys), device=slots.device) > slots[:, None]
+        scores.unflatten(1, (rows, group))[..., unseen_by_some:].masked_fill_(future[:, None], float("-inf"))
+    own_scores = [torch.einsum("nkgd,nkd->kng", query, some).flatten(1)[..., None].float() for some, _ in own]
+    highest = torch.cat([scores.amax(-1, keepdim=True), *own_scores], -1).amax(-1, keepdim=True)
+    weights = scores.sub_(highest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    mixed = (weights.to(values.dtype) @ values.transpose(0, 1)).float()
+    for own_score, (_, some) in zip(own_scores, own, strict=True):
+        weight = (own_score - highest).exp()
+        total = total + weight
+        mixed = mixed + weight * some.transpose(0, 1).repeat_interleave(group, 1)
+    return (mixed / total).to(query.dtype).unflatten(1, (rows, group)).transpose(0, 1)
 
 
 def _enter(layer, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -458,19 +524,20 @@ def run(params: ReplayParams) -> dict:
     """Stage 08: replay one drafter on the tokens that the engine emitted, and lay its rounds beside the engine's.
 
     Returns:
-        {"drafter", "engine", "target", "positions", "requests": as :func:`eagle3_lib.faults.examine`, "agreement": {"rounds",
-        "equal", "cut", "tokens_not_greedy"}, "engine_acceptance", "replay_acceptance"}. Also in replay.json.
+        {"drafter", "engine", "target", "positions", "dtype": the coarser of engine's and replay's, "sampling",
+        "untold_defaults": settings of the target's generation_config.json that the run says nothing of, "evidence", "contradictions",
+        "requests": as :func:`eagle3_lib.faults.examine`, "agreement": {"rounds", "equal", "cut", "unsure",
+        "without_drafts", "tokens_not_greedy"}, "engine_acceptance", "replay_acceptance", "sampled": as
+        :func:`eagle3_lib.lossless.judge` at a temperature above 0, else None, "plain": as
+        :func:`eagle3_lib.emitted.plain`, None where there is no plain run}. Also in replay.json.
     Raises:
-        Eagle3Error: the benchmark is missing, was of plain or n-gram decoding, or of another target.
+        Eagle3Error: the benchmark is missing, was of plain or n-gram decoding, or of another target; its rounds cannot be
+            those of its K; or its engine was set to accept otherwise than by the target.
     """
-    from . import faults  # which builds on this module
+    from . import emitted, faults, lossless  # which build on this module
 
-    bench = measured.read(params.benchmark)
+    bench = measured.read_rounds(params.benchmark)
     positions = bench["positions"]
-    if not positions or any(request["accepted"] is None for request in bench["requests"]):
-        raise Eagle3Error(
-            f"{params.benchmark}/benchmark.json: mode {bench['mode']!r} has no rounds; expected a drafter's run"
-        )
     if bench["target"] != params.target:
         raise Eagle3Error(
             f"{params.benchmark}/benchmark.json: target: found {bench['target']!r}, expected {params.target!r}"
@@ -478,26 +545,86 @@ def run(params: ReplayParams) -> dict:
     inputs = {"benchmark": project_path(params.benchmark) / "benchmark.json", "drafter": project_path(params.drafter)}
     with stage("replay", params, inputs) as notes:
         dtype = getattr(torch, params.dtype)
-        target = targets.load(targets.resolve(params.target), dtype, params.device)
+        folder = targets.resolve(params.target)
+        target = targets.load(folder, dtype, params.device)
         drafter = checkpoint.load_for(params.drafter, params.target, target, dtype)
-        requests = faults.examine(target, drafter, bench["requests"], positions)
-        rows = [row for request in requests for row in request["rows"]]
-        unequal = [row for row in rows if row["engine"] != row["replay"]]
-        result = {
+        rounded = emitted.coarser(bench.get("dtype", params.dtype), params.dtype)
+        told = emitted.Told(bench["sampling"], rounded, targets.end_ids(folder))
+        header = {
             "drafter": params.name,
             "engine": params.engine,
             "target": params.target,
             "positions": positions,
-            "requests": requests,
-            "agreement": {
-                "rounds": len(rows),
-                "equal": len(rows) - len(unequal),
-                "cut": sum(row["cut"] for row in unequal),
-                "tokens_not_greedy": sum(request["lossless"] for request in requests),
+            "dtype": told.dtype,
+            "sampling": told.sampling.model_dump(),
+            "untold_defaults": {
+                name: value
+                for name, value in targets.sampling_defaults(folder).items()
+                if name not in bench["sampling_told"]
             },
-            "engine_acceptance": acceptance.summary([r["engine_rounds"] for r in requests], positions),
-            "replay_acceptance": acceptance.summary([r["replay_rounds"] for r in requests], positions),
+            "evidence": bench.get("evidence", "told"),
+            "prompts_in_chunks": measured.prompts_in_chunks(bench),
+            "at_limit": sum(at_context_limit(request, bench) for request in bench["requests"]),
+            "contradictions": (bench.get("cross_check") or {}).get("contradictions", []),
         }
-        write_json(project_path(params.out) / "replay.json", result)
-        notes |= result["agreement"]
-    return result
+        path, emissions = project_path(params.out) / "replay.json", []
+        tally = Tally(positions)
+        ranks = measured.tensor_parallel(bench.get("engine_args", []))
+        examined = faults.examining(target, drafter, bench["requests"], positions, None, told, ranks)
+        with replayed.Writer(path, header) as writer:
+            for request in tqdm(examined, total=len(bench["requests"]), desc="replay", mininterval=2):
+                if "emission" in request:
+                    emissions.append(request.pop("emission"))
+                tally.add(request)
+                writer.add(request)
+            sampled = None
+            if emissions:
+                sampled = lossless.judge(lossless.Emission.join(emissions), told.sampling.temperature)
+            plain = _plain(params, bench, target, drafter, told)
+            writer.finish(tally.summary() | {"sampled": sampled, "plain": plain})
+        notes |= tally.agreement
+    return replayed.read(path)
+
+
+def _plain(params: ReplayParams, bench: dict, target, drafter: Drafter, told) -> dict | None:
+    """The same engine's plain decoding of the same requests, where it was measured and asked in the same way."""
+    from . import emitted
+
+    if not params.plain or not (project_path(params.plain) / "benchmark.json").is_file():
+        return None
+    found = measured.read(params.plain)
+    if found["target"] != bench["target"] or found.get("sampling", {}) != told.sampling.model_dump():
+        return None
+    return emitted.plain(target, drafter.config.boundaries[0], found["requests"], told)
+
+
+class Tally:
+    """What the requests of a replay give together, added one by one."""
+
+    def __init__(self, positions: int):
+        self.positions, self.engine, self.replay = positions, ([], []), ([], [])
+        names = ("rounds", "equal", "cut", "unsure", "without_drafts", "tokens_not_greedy")
+        self.agreement = dict.fromkeys(names, 0)
+
+    def add(self, request: dict) -> None:
+        rows = request["rows"]
+        unequal = [row for row in rows if row["engine"] != row["replay"]]
+        self.agreement["rounds"] += len(rows)
+        self.agreement["equal"] += len(rows) - len(unequal)
+        self.agreement["cut"] += sum(row["cut"] for row in unequal)
+        self.agreement["unsure"] += sum(not row["sure"] and not row["cut"] for row in unequal)
+        self.agreement["without_drafts"] += request["without_drafts"]
+        self.agreement["tokens_not_greedy"] += request.get("lossless", 0)
+        for kept, rounds, drafted in (
+            (self.engine, "engine_rounds", "drafted"),
+            (self.replay, "replay_rounds", "replay_drafted"),
+        ):
+            kept[0].append(request[rounds])
+            kept[1].append(request[drafted])
+
+    def summary(self) -> dict:
+        return {
+            "agreement": self.agreement,
+            "engine_acceptance": acceptance.summary(self.engine[0], self.positions, self.engine[1]),
+            "replay_acceptance": acceptance.summary(self.replay[0], self.positions, self.replay[1]),
+        }

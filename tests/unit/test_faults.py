@@ -26,6 +26,8 @@ def test_faults_that_cannot_show_are_left_out(recorded):
         "fc_norm ignored",
         "norm_before_fc ignored",
         "rope scaling ignored",  # the drafter has none
+        "rope of the target",  # the drafter's own
+        "captured before the sum over ranks",  # one rank
     }
 
 
@@ -71,6 +73,7 @@ def engine_with(fault: str, recorded) -> dict:
                 "prompt_length": start,
                 "output_length": len(text) - start,
                 "engine_rounds": rounds[index],
+                "drafted": [steps] * len(rounds[index]),
                 "replay_rounds": replay.walk(accepted, start),
                 "rows": replay.compare(rounds[index], accepted, start, steps),
                 "hypotheses": {name: by_request[index] for name, by_request in counts.items()},
