@@ -15,7 +15,7 @@ from .acceptance import bootstrap, curve, request_counts, summary
 from .errors import Eagle3Error
 from .faults import FAULTS
 from .faults import HEALTHY as CORRECT
-from .rounds import comparable
+from .rounds import NOT_TOLD, comparable
 
 HEALTHY = "healthy"
 WEAK = "weak drafter"
@@ -211,7 +211,7 @@ class Evidence:
         """Why these rounds and tokens are no evidence at all; None where they are."""
         told = [*self.replay.get("contradictions", [])]
         told += [f"request {name}: {said}" for name, said in self.unjudged.items() if said not in told]
-        if contradicted := [said for said in told if "tells no rounds" not in said]:
+        if contradicted := [said for said in told if NOT_TOLD not in said]:
             more = f" (and {len(contradicted) - 1} more)" if len(contradicted) > 1 else ""
             return f"the engine's own counts contradict these rounds: {contradicted[0]}{more}"
         return self._not_speculation()
@@ -270,7 +270,7 @@ def _plain_is_wrong(plain: dict) -> bool:
 def sampled_sentence(drafter: str, found: Evidence, sampled: dict) -> str:
     """What a sampled run's tests say, with the acceptance that the target's probabilities demand."""
     acceptance = sampled["acceptance"]
-    failed = ", ".join(f"{name} p = {test['p']:.2g}" for name, test in sampled["tests"].items() if test["p"] < 1e-3)
+    failed = ", ".join(f"{name} p = {test['p']:.2g}" for name, test in sampled["tests"].items() if test["failed"])
     expected = ""
     if acceptance["expected"] is not None:
         expected = (

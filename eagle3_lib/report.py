@@ -337,7 +337,7 @@ def _token_row(found: dict) -> dict:
     sampled = found["sampled"]
     if not sampled:
         return {"tokens": found["tokens"], "not the target's first choice": found["not_greedy"]}
-    tests = {f"p, {name}": f"{test['p']:.2g}" for name, test in sampled["tests"].items()}
+    tests = {f"p, {name}": f"{test['p']:.2g}" for name, test in sampled["tests"].items() if test["n"]}
     return {"tokens": found["tokens"], "lossless": "yes" if sampled["lossless"] else f"no: {sampled['fault']}"} | tests
 
 

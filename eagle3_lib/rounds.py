@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+NOT_TOLD = "the engine tells no rounds of it"
+
 
 @dataclass(frozen=True)
 class Laid:
@@ -62,7 +64,9 @@ def lay(output_length: int, accepted: Sequence[int], chunks: Sequence[int] = (),
     hidden = range(fewest, fewest + accepted[-1] + 1)  # steps without drafts, as many as the answer's end can hide
     several = [_Places(output_length, accepted, idle, chunks, joined=True).laid() for idle in hidden]
     if not (may_idle or fewest or one_each):
-        several = [next((laid for laid in several if laid), None)]  # nothing shows a step without drafts: as few as possible
+        several = [
+            next((laid for laid in several if laid), None)
+        ]  # nothing shows a step without drafts: as few as possible
     ways = [laid for laid in (one_each, *several) if laid]
     if not ways:
         return f"its rounds do not fit into the {len(chunks)} streamed chunks of its {output_length} tokens"

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from eagle3_lib import acceptance, diagnose
+from eagle3_lib import acceptance, diagnose, faults
+from eagle3_lib import rounds as rounds_module
 from eagle3_lib.diagnose import CORRECT
 from eagle3_lib.errors import Eagle3Error
 
@@ -235,11 +236,18 @@ def test_answers_whose_rounds_are_not_told_are_left_out():
     random = np.random.default_rng(12)
     rounds = rounds_of(random, 12, 0.5)
     replay = replay_of(rounds, rounds)
-    nothing = {"unjudged": "the engine tells no rounds of it", "rows": [], "hypotheses": {}, "engine_rounds": []}
+    nothing = {"unjudged": rounds_module.NOT_TOLD, "rows": [], "hypotheses": {}, "engine_rounds": []}
     replay["requests"][3] |= nothing
     verdict = diagnose.judge(replay)
     assert verdict.kind == diagnose.HEALTHY and verdict.evidence["unjudged"] == {"3": nothing["unjudged"]}
     assert verdict.evidence["rounds_compared"] == sum(map(len, rounds)) - len(rounds[3])
+
+
+def test_requests_are_laid_or_say_why_not():
+    told = {"id": "a", "prompt_ids": [1], "output_ids": [5] * 4, "accepted": [1, 0]}
+    found = faults.lay_all([told, told | {"accepted": None}, told | {"accepted": [5]}], 4)
+    assert found[0] == rounds_module.Laid([1, 3], [True, True])
+    assert found[1] == rounds_module.NOT_TOLD and found[2].startswith("found a round with 5 accepted drafts")
 
 
 def test_no_round_is_no_verdict():
@@ -366,7 +374,7 @@ def test_tokens_that_plain_decoding_emits_too_are_no_fault_of_verification():
 
 
 def judged(lossless: bool) -> dict:
-    tests = {"emitted": {"z": -30.0, "p": 1e-200, "n": 900}}
+    tests = {"emitted": {"z": -30.0, "p": 1e-200, "n": 900, "failed": not lossless}}
     result = {
         "lossless": lossless,
         "fault": None if lossless else "drafts always accepted",
