@@ -66,7 +66,8 @@ def run(params: BenchmarkParams) -> dict:
         with engines.serve(params, folder, out / "server.log", speculation) as server:
             before = engines.counters(server)
             requests, fresh = measure_acceptance(server, prompts, params, journal)
-            check = cross_check(fresh, before, engines.counters(server), params.num_speculative_tokens)
+            told = sum(len(request["accepted"] or []) for request in fresh)
+            check = cross_check(fresh, before, _counters_after(server, before, told), params.num_speculative_tokens)
             timed, waves = _measure_time(server, prompts[: params.timed_prompts], params, journal)
         result = describe(server, params) | {
             "cross_check": check,
@@ -222,13 +223,19 @@ def _by_chunks(server: engines.Server, prompt: Answer, params: BenchmarkParams) 
 
 
 def _totals_around(server: engines.Server, before: dict, rounds: int) -> dict:
-    """{"rounds", "accepted", "drafted"} that the engine's counters rose by; they come a moment after the last chunk."""
+    """{"rounds", "accepted", "drafted"} that the engine's counters rose by."""
+    rise = _since(before, _counters_after(server, before, rounds) or before)
+    return rise | {"accepted": sum(rise["accepted"])}
+
+
+def _counters_after(server: engines.Server, before: dict | None, rounds: int) -> dict | None:
+    """The engine's counters, once they have risen by so many rounds: they come a moment after the last chunk."""
     for _ in range(COUNTER_TRIES):
-        rise = _since(before, engines.counters(server) or before)
-        if rise["rounds"] >= rounds:
+        after = engines.counters(server)
+        if after is None or _since(before, after)["rounds"] >= rounds:
             break
         time.sleep(COUNTER_WAIT_S)
-    return rise | {"accepted": sum(rise["accepted"])}
+    return after
 
 
 def _measure_time(

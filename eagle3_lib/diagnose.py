@@ -73,11 +73,15 @@ def judge(replay: dict, weak_rate: float = WEAK_RATE) -> Verdict:
     if sampled and not sampled["lossless"]:
         sentence = sampled_sentence(drafter, found, sampled)
         return Verdict(drafter, FAULT, sentence, evidence, fault=sampled["fault"])
+    if not sampled and found.not_greedy > NOT_GREEDY * found.tokens:
+        share = found.not_greedy / found.tokens
+        sentence = _not_lossless(drafter, found, share)
+        return Verdict(drafter, FAULT, sentence, evidence, fault="verification is not lossless")
     if reason := found.not_comparable():
         return Verdict(drafter, CANNOT_TELL, f"{drafter}: cannot tell, because {reason}.", evidence)
-    verdict = conclude(drafter, found.equal, evidence, weak_rate, dtype)
+    verdict = conclude(drafter, found.equal, evidence, weak_rate, dtype, found.against_correct)
     share = evidence["agreement"]["value"]
-    if verdict.kind in (FAULT, UNKNOWN) and (habit := _habit(replay, share)):
+    if verdict.kind == UNKNOWN and (habit := _habit(replay, share)):
         found_share = f"a correct engine reproduces {share:.1%} of {evidence['rounds_compared']} rounds"
         return Verdict(drafter, CANNOT_TELL, f"{drafter}: cannot tell, because {habit}; {found_share}.", evidence)
     return verdict
@@ -107,7 +111,8 @@ class Evidence:
     """What the requests of a replay say together, gathered in one pass.
 
     slots: [rounds, 3] slot, engine's and correct engine's count of the rounds that can be compared. equal: for each hypothesis
-    [requests, 2] such rounds, and how many of them it reproduces. left_out: rounds that cannot be compared, by reason.
+    [requests, 2] such rounds, and how many of them it reproduces. against_correct: for each hypothesis, rounds that only it
+    reproduces, and that only a correct engine does. left_out: rounds that cannot be compared, by reason.
     unjudged: requests whose rounds are contradicted or not told, with the reason.
     """
 
@@ -119,6 +124,7 @@ class Evidence:
     slots: np.ndarray
     by_request: list[int]
     equal: dict[str, np.ndarray]
+    against_correct: dict[str, np.ndarray]
     left_out: dict[str, int]
     unjudged: dict[str, str]
     tokens: int
@@ -128,6 +134,7 @@ class Evidence:
     def of(cls, replay: dict) -> "Evidence":
         engine_rounds, drafted, replay_rounds, replay_drafted, rows_of, by_request = [], [], [], [], [], []
         equal: dict[str, list] = {}
+        against_correct: dict[str, np.ndarray] = {}
         left_out = dict.fromkeys(("cut", "without a sure place", "without drafts"), 0)
         unjudged, tokens, not_greedy = {}, 0, 0
         for index, request in enumerate(replay["requests"]):
@@ -138,6 +145,7 @@ class Evidence:
             left_out["cut"] += sum(row["cut"] for row in rows)
             left_out["without a sure place"] += sum(not row.get("sure", True) and not row["cut"] for row in rows)
             left_out["without drafts"] += request.get("without_drafts", 0)
+            left_out["without drafts"] += sum(row.get("drafted") == 0 for row in rows)
             engine_rounds.append(request["engine_rounds"])
             drafted.append(request.get("drafted"))
             replay_rounds.append(request["replay_rounds"])
@@ -146,9 +154,15 @@ class Evidence:
             rows_of.append(np.array(table, int).reshape(-1, 3))
             by_request.append(len(table))
             counts = {CORRECT: [row["replay"] for row in rows]} | request.get("hypotheses", {})
+            as_correct = np.array([engine == right for _, engine, right in table], bool)
             for name, some in counts.items():
-                same = [row["engine"] == count for row, count, kept in zip(rows, some, whole, strict=True) if kept]
-                equal.setdefault(name, [(0, 0)] * index).append((len(table), sum(same)))
+                pairs = [(row["engine"], count) for row, count, kept in zip(rows, some, whole, strict=True) if kept]
+                same = np.array([engine == count for engine, count in pairs], bool)
+                of_name = equal.setdefault(name, [])
+                of_name += [(n, 0) for n in by_request[len(of_name) : index]]  # requests without this hypothesis
+                of_name.append((len(table), int(same.sum())))
+                only = np.array([np.sum(same & ~as_correct), np.sum(as_correct & ~same)])
+                against_correct[name] = against_correct.get(name, np.zeros(2, int)) + only
             if "lossless" in request and "output_length" in request:
                 tokens += request["output_length"]
                 not_greedy += request["lossless"]
@@ -162,6 +176,7 @@ class Evidence:
             slots=np.concatenate(rows_of),
             by_request=by_request,
             equal={name: np.array(some, float) for name, some in padded.items()},
+            against_correct=against_correct,
             left_out=left_out,
             unjudged=unjudged,
             tokens=tokens,
@@ -209,8 +224,8 @@ class Evidence:
 
     def untold(self) -> str | None:
         """Why these rounds and tokens are no evidence at all; None where they are."""
-        told = [*self.replay.get("contradictions", [])]
-        told += [f"request {name}: {said}" for name, said in self.unjudged.items() if said not in told]
+        of_requests = [f"request {name}: {said}" for name, said in self.unjudged.items()]
+        told = dict.fromkeys([*self.replay.get("contradictions", []), *of_requests])
         if contradicted := [said for said in told if NOT_TOLD not in said]:
             more = f" (and {len(contradicted) - 1} more)" if len(contradicted) > 1 else ""
             return f"the engine's own counts contradict these rounds: {contradicted[0]}{more}"
@@ -261,6 +276,13 @@ class Evidence:
         )
 
 
+def _not_lossless(drafter: str, found: Evidence, share: float) -> str:
+    return (
+        f"{drafter}: engine fault: verification is not lossless; {share:.1%} of {found.tokens} emitted tokens are not what the "
+        f"target would have emitted, so its acceptance says nothing."
+    )
+
+
 def _plain_is_wrong(plain: dict) -> bool:
     if plain["sampled"]:
         return not plain["sampled"]["lossless"]
@@ -307,15 +329,17 @@ def conclude(
     evidence: dict,
     weak_rate: float = WEAK_RATE,
     dtype: str = "bfloat16",
+    against_correct: dict[str, np.ndarray] | None = None,
 ) -> Verdict:
     """Rank hypotheses by the share of rounds they reproduce, and choose the verdict.
 
-    A fault is named when it reproduces more rounds than a correct engine does, by a bootstrap over requests whose level
-    is corrected for the number of hypotheses, and as many of them as rounding in ``dtype`` lets any engine reproduce.
+    A fault is named when it reproduces more rounds than a correct engine does, by a bootstrap over requests and by a sign
+    test over the rounds that only one of the two reproduces, both corrected for the number of hypotheses, and as many of them as rounding in ``dtype`` lets any engine reproduce.
 
     Args:
         equal: for each hypothesis [requests, 2]: rounds, and how many of them it reproduces.
         dtype: the engine's.
+        against_correct: see :class:`Evidence`; None where rounds cannot be told one by one.
     """
     rounds, least = int(equal[CORRECT][:, 0].sum()), AGREEMENT[dtype]
     table = {name: bootstrap(_ratio, counts) for name, counts in equal.items()}
@@ -328,11 +352,8 @@ def conclude(
         """Whether the hypothesis surely reproduces fewer rounds than rounding explains."""
         return _surely_less(int(equal[name][:, 1].sum()), rounds, least)
 
-    if evidence.get("tokens_not_greedy", {}).get("share", 0) > NOT_GREEDY:
-        share = evidence["tokens_not_greedy"]["share"]
-        return Verdict(drafter, FAULT, say.not_lossless(share), evidence, fault="verification is not lossless")
     faulty = [name for name in ranked if name != CORRECT and _severity(name) == "fault"]
-    if faulty and _better(equal, faulty[0], CORRECT, FALSE_ALARM / len(faulty)):
+    if faulty and _better(equal, faulty[0], CORRECT, FALSE_ALARM / len(faulty), against_correct):
         best = faulty[0]
         ties = [name for name in faulty[1:] if not _better(equal, best, name, 0.05)]
         runner_up = next((name for name in ranked if name not in (best, *ties)), None)
@@ -383,12 +404,6 @@ class _Sentences:
             f"({best}) {self.table[best]['value']:.1%}."
         )
 
-    def not_lossless(self, share: float) -> str:
-        return (
-            f"{self._rates}. Engine fault: verification is not lossless; {share:.1%} of the emitted tokens are not what the "
-            f"target would have emitted, so its acceptance says nothing."
-        )
-
     def not_enough(self, needed: int | None) -> str:
         told = f"{self._rates}; a correct engine reproduces {self._share(CORRECT)}."
         return f"{told} About {needed} rounds would decide." if needed else f"{told} More such rounds would not decide."
@@ -411,8 +426,22 @@ def _ranking(ranked: list[str], table: dict) -> list[dict]:
     return [{"hypothesis": name} | {k: table[name][k] for k in ("value", "low", "high")} for name in ranked]
 
 
-def _better(equal: dict[str, np.ndarray], name: str, other: str, false_alarm: float) -> bool:
-    """Does ``name`` reproduce more rounds than ``other``? One-sided, by a paired bootstrap over requests."""
+def _better(
+    equal: dict[str, np.ndarray],
+    name: str,
+    other: str,
+    false_alarm: float,
+    against_other: dict[str, np.ndarray] | None = None,
+) -> bool:
+    """Does ``name`` reproduce more rounds than ``other``? One-sided, by a paired bootstrap over requests.
+
+    With ``against_other`` also by a sign test over the rounds that only one of them reproduces: a bootstrap over very few
+    requests takes any lead for sure.
+    """
+    if against_other is not None:
+        won, lost = (int(count) for count in against_other[name])
+        if stats.binomtest(won, max(won + lost, 1), alternative="greater").pvalue > false_alarm:
+            return False
     pair = np.column_stack([equal[name][:, 0], equal[name][:, 1] - equal[other][:, 1]])
     return bootstrap(_ratio, pair, level=1 - 2 * false_alarm)["low"] > 0
 

@@ -68,6 +68,8 @@ def compare(
         answer = lossless.Answer(request["prompt_ids"], request["output_ids"])
         choices = lossless.greedy_of(target.lm_head, hidden, answer, *settings)
         return {"greedy": choices, "lossless": choices["not_first_choice"] - choices["near_ties"]}
+    if not emitted:
+        return {}
     proposed, margins = drafts_and_margins(
         drafter, features.fused, request["prompt_ids"] + request["output_ids"], steps
     )
@@ -100,7 +102,8 @@ def plain(target, boundary: int, requests: Iterable[dict], told: Told) -> dict:
         {"requests", "tokens", "not_greedy": tokens that are not the target's first choice, near ties left out, or None,
         "sampled": as :func:`eagle3_lib.lossless.judge`, or None}
     """
-    requests, settings = list(requests), (told.sampling, told.end_ids, told.dtype)
+    requests = [request for request in requests if request["output_ids"]]
+    settings = told.sampling, told.end_ids, told.dtype
     texts = [request["prompt_ids"] + request["output_ids"] for request in requests]
     result = {"requests": len(requests), "tokens": sum(len(request["output_ids"]) for request in requests)}
     not_greedy, emissions = 0, []

@@ -795,10 +795,8 @@ def _tokens(request: dict) -> int:
 def lay_all(requests: list[dict], steps: int) -> list[Laid | str]:
     """Each request's rounds on its text, or why they are not compared."""
     found = [_lay(request, steps) for request in requests]
-    if any(
-        isinstance(laid, Laid) and laid.idle and request["accepted"]
-        for request, laid in zip(requests, found, strict=True)
-    ):
+    idle = any(isinstance(laid, Laid) and laid.idle for laid in found)
+    if idle or any(0 in (request.get("drafted") or ()) for request in requests):
         found = [_lay(request, steps, may_idle=True) for request in requests]
     return found
 
@@ -849,7 +847,7 @@ def tell(request: dict, laid: Laid | str, everywhere: list[int], counts: dict[st
         "drafted": drafted,
     }
     if isinstance(laid, str):
-        nothing = {"unjudged": laid, "without_drafts": 0, "rows": [], "hypotheses": {}}
+        nothing = {"unjudged": laid, "without_drafts": 0, "rows": [], "hypotheses": {}, "drafted": None}
         return told | nothing | {"replay_rounds": walk(accepted, start), "replay_drafted": None}
     drafts_at = drafts_by_slot(laid, request["accepted"], drafted, start)
     replay_rounds, replay_drafted = walk_as_drafted(accepted, start, drafts_at, steps)

@@ -11,6 +11,8 @@ from .errors import Eagle3Error
 from .params import SamplingSettings
 from .provenance import project_path, short_path
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 def read(folder: str | Path) -> dict:
     """A benchmark.json that :func:`run` wrote."""
@@ -31,25 +33,36 @@ def read_rounds(folder: str | Path) -> dict:
         Eagle3Error: a field is missing or of a wrong kind, no request has rounds, or counts pass K.
     """
     bench = read(folder)
-    where = f"{short_path(project_path(folder) / 'benchmark.json')}"
+    where = short_path(project_path(folder) / "benchmark.json")
     positions, requests = _field(bench, "positions", int, where), _field(bench, "requests", list, where)
-    for name in ("mode", "target"):
-        if positions and requests:
-            _field(bench, name, str, where)
     if not positions or (requests and all(request.get("accepted") is None for request in requests)):
         raise Eagle3Error(f"{where}: mode {bench.get('mode')!r} has no rounds; expected a drafter's run")
-    chunks = bench.get("evidence") == "chunks"
+    if positions < 0:
+        raise Eagle3Error(f"{where}: positions: found {positions}, expected K, the drafts of a round")
+    if not requests:
+        raise Eagle3Error(f"{where}: requests: found none, expected at least one")
+    for name in ("mode", "target"):
+        _field(bench, name, str, where)
+    if bench.get("dtype", "float32") not in DTYPES:
+        raise Eagle3Error(f"{where}: dtype: found {bench['dtype']!r}, expected one of {', '.join(DTYPES)}")
+    chunks, seen = bench.get("evidence") == "chunks", set()
     for index, request in enumerate(requests):
-        _check_request(request, f"{where}: requests: {request.get('id', index)}", positions, chunks)
-    if "speculative_options" in bench or "engine_args" in bench:
-        options, arguments = bench.get("speculative_options", {}), bench.get("engine_args", [])
-        temperature = bench.get("sampling", {}).get("temperature", 0.0)
-        meaning.refuse(bench.get("engine", "vllm"), options, arguments, {}, temperature)
-    told = bench.get("sampling", {name: bench[name] for name in ("temperature",) if name in bench})
-    return bench | {"sampling": SamplingSettings.check(told, f"{where}: sampling"), "sampling_told": sorted(told)}
+        name = _field(request, "id", object, f"{where}: requests: [{index}]")
+        if name in seen:
+            raise Eagle3Error(f"{where}: requests: id: found {name!r} twice, expected a name for each")
+        seen.add(name)
+        _check_request(request, f"{where}: requests: {name}", positions, chunks)
+    told = {name: bench[name] for name in ("temperature",) if name in bench} | bench.get("sampling", {})
+    sampling = SamplingSettings.check(told, f"{where}: sampling")
+    options, arguments = bench.get("speculative_options", {}), bench.get("engine_args", [])
+    if options or arguments:
+        meaning.refuse(bench.get("engine", "vllm"), options, arguments, {}, sampling.temperature)
+    return bench | {"sampling": sampling, "sampling_told": sorted(told)}
 
 
 def _field(values: dict, name: str, kind: type, where: str):
+    if not isinstance(values, dict):
+        raise Eagle3Error(f"{where}: found {type(values).__name__}, expected fields")
     if name not in values:
         raise Eagle3Error(f"{where}: {name}: found none, expected {kind.__name__}")
     if not isinstance(values[name], kind):
@@ -59,19 +72,18 @@ def _field(values: dict, name: str, kind: type, where: str):
 
 def _check_request(request: dict, where: str, positions: int, chunks: bool) -> None:
     """Refuse a request without tokens, or with counts that cannot be accepted drafts of rounds of K."""
-    lists = {name: _field(request, name, list, where) for name in ("prompt_ids", "output_ids")}
-    for name in ("accepted", "drafted"):
-        counts = request.get(name)
-        if counts is None:
-            continue
-        lists[name] = _field(request, name, list, where)
-        if counts and not chunks and max(counts) > positions:
-            raise Eagle3Error(
-                f"{where}: {name}: found a round of {max(counts)}, expected at most positions = {positions}"
-            )
-    for name, values in lists.items():
+    _field(request, "accepted", object, where)
+    told = [name for name in ("accepted", "drafted", "chunks") if request.get(name) is not None]
+    for name in ("prompt_ids", "output_ids", *told):
+        values = _field(request, name, list, where)
         if wrong := [value for value in values if type(value) is not int or value < 0]:
             raise Eagle3Error(f"{where}: {name}: found {wrong[0]!r}, expected whole numbers from 0 on")
+    if not request["prompt_ids"]:
+        raise Eagle3Error(f"{where}: prompt_ids: found none, expected at least one")
+    for name in () if chunks else {"accepted", "drafted"} & set(told):
+        most = max(request[name], default=0)
+        if most > positions:
+            raise Eagle3Error(f"{where}: {name}: found a round of {most}, expected at most positions = {positions}")
 
 
 def tensor_parallel(engine_args: list[str]) -> int:
@@ -91,8 +103,10 @@ def prompts_in_chunks(bench: dict) -> int:
 
 
 def _number_after(words: list[str], *flags: str) -> int | None:
+    """The number that the last of some options is given; None where there is none, or it turns something off (-1)."""
     parted = [part for word in words for part in word.split("=", 1)]
-    return next((int(value) for flag, value in pairwise(parted) if flag in flags), None)
+    found = [value for flag, value in pairwise(parted) if flag.replace("_", "-") in flags and value.isdigit()]
+    return int(found[-1]) if found else None
 
 
 def throughput(timed: list[dict]) -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from . import acceptance, checkpoint, measured, replayed, targets
 from .drafter import Drafter
 from .errors import Eagle3Error
-from .params import ReplayParams
+from .params import ReplayParams, SamplingSettings
 from .provenance import project_path, stage
 from .rounds import at_context_limit, walk
 from .rounds import compare as compare  # rounds and replay are used together
@@ -593,7 +593,8 @@ def _plain(params: ReplayParams, bench: dict, target, drafter: Drafter, told) ->
     if not params.plain or not (project_path(params.plain) / "benchmark.json").is_file():
         return None
     found = measured.read(params.plain)
-    if found["target"] != bench["target"] or found.get("sampling", {}) != told.sampling.model_dump():
+    where = f"{params.plain}/benchmark.json: sampling"
+    if found["target"] != bench["target"] or SamplingSettings.check(found.get("sampling", {}), where) != told.sampling:
         return None
     return emitted.plain(target, drafter.config.boundaries[0], found["requests"], told)
 

