@@ -201,6 +201,12 @@ def judge_plain(folder: str) -> dict:
     }
 
 
+def replayed_on() -> list[str]:
+    """The machines on which stage 08 ran."""
+    manifests = [json.loads(path.read_text()) for path in project_path(RUNS).rglob("replay/manifest.json")]
+    return sorted({(m["hardware"]["gpus"] or [{"name": m["hardware"]["cpu"]}])[0]["name"] for m in manifests})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("servers", nargs="*", help="names of SERVERS; all by default")
@@ -222,6 +228,7 @@ def main() -> None:
         "command": "python benchmarks/healthy_zoo.py",
         "date": datetime.date.today().isoformat(),
         "hardware": hardware(),
+        "replayed_on": replayed_on(),
         "versions": versions(),
         "rows": rows,
         "false_alarms": sum(row["verdict"] in (diagnose.FAULT, diagnose.UNKNOWN) for row in rows),

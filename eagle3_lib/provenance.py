@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -32,14 +34,23 @@ def short_path(path: str | Path) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old one or the whole new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    _write(path, [text])
 
 
 def write_json(path: Path, value) -> None:
-    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+    """As :func:`write_text`; the text is made piece by piece, so that it never stands in memory as a whole."""
+    _write(path, itertools.chain(json.JSONEncoder(indent=1, allow_nan=False).iterencode(value), ["\n"]))
+
+
+def _write(path: Path, pieces: Iterable[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w") as file:
+            file.writelines(pieces)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -70,10 +70,10 @@ def right_everywhere(config: DrafterConfig, tokens: int) -> tuple[replay.Setup, 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_peak_of_a_long_text(shape, monkeypatch):
-    """All scores of one step would be 256 MiB, all logits of one step 32 MiB."""
+    """All scores of one step would be 144 MiB, all logits of one step 24 MiB."""
     monkeypatch.setattr(replay, "ROWS", 128)
     monkeypatch.setattr(replay, "SCORES", 2**20)  # 4 MiB
-    tokens = 2049
+    tokens = 1537
     setup, texts = right_everywhere(SHAPES[shape], tokens)
     with LiveBytes() as memory:
         (counts,) = replay.counts_at(setup, texts, replay.all_slots(texts), 2)
