@@ -191,6 +191,8 @@ class Evidence:
             "replay": summary(self.replay_rounds, positions, self.replay_drafted),
             "gap": self.gap(),
             "by_slot": self.by_slot(),
+            "rounds_compared": len(self.slots),
+            "ranking": [],  # of the hypotheses, where these rounds can rank them
             "left_out": self.left_out,
             "unjudged": self.unjudged,
             "most_drafted": max((max(some) for some in self.drafted if some), default=None),
