@@ -40,8 +40,8 @@ def lay(output_length: int, accepted: Sequence[int], chunks: Sequence[int] = (),
         output_length: emitted tokens.
         accepted: accepted drafts of each round, in order, as the engine tells them.
         chunks: tokens of each streamed chunk; () where the answer came whole.
-        may_idle: whether other answers of the run show steps without drafts. One that the end of this answer hides (its
-            last round accepted more than it emitted) then leaves no round a sure place, unless chunks tell.
+        may_idle: whether other answers of the run show steps without drafts. One that the end of this answer may hide, in
+            the tokens of its last round, then leaves no round a sure place, unless chunks tell.
     Returns:
         the places, or a sentence that says why these rounds cannot make up this answer.
     """
@@ -52,9 +52,8 @@ def lay(output_length: int, accepted: Sequence[int], chunks: Sequence[int] = (),
         return f"its rounds emit {emitted} tokens, the answer has {output_length}"
     fewest = max(0, output_length - emitted)
     if sum(chunks) != output_length:
-        return _without_chunks(
-            output_length, accepted, fewest, unsure=fewest > 0 or (may_idle and emitted > output_length)
-        )
+        hidden = accepted[-1] - max(0, emitted - output_length)  # further steps that the end of the answer can hide
+        return _without_chunks(output_length, accepted, fewest, unsure=fewest > 0 or (may_idle and hidden > 0))
     steps = len(chunks) - 1 - len(accepted)  # without drafts, if each chunk is one step
     one_each = None
     if chunks[0] == 1 and steps >= fewest:
