@@ -80,6 +80,13 @@ def judge(replay: dict, weak_rate: float = WEAK_RATE) -> Verdict:
     if reason := found.not_comparable():
         return Verdict(drafter, CANNOT_TELL, f"{drafter}: cannot tell, because {reason}.", evidence)
     verdict = conclude(drafter, found.equal, evidence, weak_rate, dtype, found.against_correct)
+    unsure = found.left_out["without a sure place"]
+    if verdict.kind == NOT_ENOUGH and unsure > len(found.slots):
+        reason = (
+            f"{unsure} rounds stand beside steps without drafts and have no sure place, and {len(found.slots)} are left to compare; "
+            f"the tokens of each streamed chunk (chunks) would place them"
+        )
+        return Verdict(drafter, CANNOT_TELL, f"{drafter}: cannot tell, because {reason}.", evidence)
     share = evidence["agreement"]["value"]
     if verdict.kind == UNKNOWN and (habit := _habit(replay, share)):
         found_share = f"a correct engine reproduces {share:.1%} of {evidence['rounds_compared']} rounds"

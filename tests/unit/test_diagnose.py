@@ -267,6 +267,15 @@ def test_rounds_without_a_sure_place_are_not_compared():
     every = sum(map(len, engine))
     assert verdict.kind == diagnose.CANNOT_TELL
     assert f"no round can be compared with the replay ({every} without a sure place)" in verdict.sentence
+    left = 10
+    for row in replay["requests"][0]["rows"][:left]:
+        row |= {"sure": True, "replay": row["engine"]}
+    few = diagnose.judge(replay)
+    assert few.kind == diagnose.CANNOT_TELL
+    assert (
+        f"{every - left} rounds stand beside steps without drafts" in few.sentence
+        and f"{left} are left" in few.sentence
+    )
 
 
 def test_a_run_at_k_3_that_claims_k_4():
