@@ -15,7 +15,14 @@ from pathlib import Path
 import numpy
 
 parser = argparse.ArgumentParser(allow_abbrev=False)
-for name in ("--model-path", "--served-model-name", "--host", "--dtype", "--speculative-algorithm"):
+for name in (
+    "--model-path",
+    "--served-model-name",
+    "--host",
+    "--dtype",
+    "--speculative-algorithm",
+    "--sampling-defaults",
+):
     parser.add_argument(name)
 for name in ("--port", "--context-length", "--base-gpu-id"):
     parser.add_argument(name, type=int)

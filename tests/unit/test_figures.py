@@ -98,7 +98,8 @@ def test_a_round_is_split_at_the_time_of_a_plain_step():
 
 def test_rounds_over_text_show_each_emitted_token_once():
     words = [f"w{i}" for i in range(8)]
-    request = {"rows": [{"engine": 2, "replay": 2}, {"engine": 0, "replay": 0}, {"engine": 1, "replay": 1}]}
+    rows = [{"slot": slot, "engine": count, "replay": count} for slot, count in ((3, 2), (6, 0), (7, 1))]
+    request = {"prompt_length": 4, "rows": rows}
     (axes,) = plots.rounds_over_text(request, words).axes
     assert [text.get_text() for text in axes.texts] == words[1:7]  # the first is prefill's; the last was not reached
     plt.close("all")
