@@ -50,7 +50,7 @@ def test_rounds_equal_the_replay_and_tokens_the_targets_own(target, target_folde
         rows += replay.compare(answer.accepted, replay.accepted_at(proposed, text), len(prompt), 4)
     assert len(rows) > 40
     rounds = acceptance.request_counts([answer.accepted for answer in answers], 4).sum(0).tolist()
-    assert counted == {"rounds": rounds[0], "accepted": rounds[1:]}
+    assert counted == {"rounds": rounds[0], "drafted": 4 * rounds[0], "accepted": rounds[1:]}
     for answer in answers:  # one request at a time: a streamed chunk is a round; the limit may cut the last
         assert answer.rounds_from_chunks()[:-1] == answer.accepted[:-1]
     assert [row for row in rows if row["engine"] != row["replay"] and not row["cut"]] == []
