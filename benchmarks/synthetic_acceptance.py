@@ -59,7 +59,9 @@ def main() -> None:
         "chunks": {key: read[key] for key in ("requests", "rounds", "accepted", "curve", "mean_length")},
         "configured_within_interval": [a <= rate <= b for a, rate, b in zip(low, RATES, high, strict=True)],
         "told_equal_chunks": [equal, len(told)],
-        "cross_check": benchmark.cross_check([vars(answer) for answer in told], before, after),
+        "cross_check": benchmark.cross_check(
+            [{"id": str(index), **vars(answer)} for index, answer in enumerate(told)], before, after, len(RATES)
+        ),
     }
     write_json(project_path("benchmarks/results/synthetic_acceptance.json"), result)
     for key in ("configured", "chunks", "configured_within_interval", "told_equal_chunks", "cross_check"):
