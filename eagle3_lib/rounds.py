@@ -60,8 +60,8 @@ def lay(output_length: int, accepted: Sequence[int], chunks: Sequence[int] = (),
         one_each = _Places(output_length, accepted, steps, chunks, joined=False).laid()
     if one_each and not steps and not may_idle:
         return one_each
-    hidden = range(fewest, fewest + accepted[-1] + 1)  # steps without drafts, as many as the answer's end can hide
-    several = [_Places(output_length, accepted, idle, chunks, joined=True).laid() for idle in hidden]
+    numbers = range(fewest, fewest + accepted[-1] + 1)  # of steps without drafts, as many as the answer's end can hide
+    several = [_Places(output_length, accepted, idle, chunks, joined=True).laid() for idle in numbers]
     if not (may_idle or fewest or one_each):
         several = [
             next((laid for laid in several if laid), None)
