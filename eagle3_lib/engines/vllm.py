@@ -13,7 +13,7 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from ..errors import Eagle3Error
-from ..params import Serving
+from ..params import NEUTRAL_SAMPLING, Serving
 from . import options
 from .base import PLAIN, Server, Speculation, complete, failure, find_distribution, interpreter, launch, pick_port
 
@@ -28,9 +28,6 @@ CPU_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 CPU_ARGUMENTS = ("--distributed-executor-backend", "uni")
-# Sampling defaults of the target's generation_config.json, which the server would apply to what a request leaves out, at
-# temperature 0 too (config/model.py, get_diff_sampling_param). Its end tokens, from the same file, stay in force.
-NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 NGRAM_LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 DETAILED_METRICS, DETAILED_METRICS_SINCE = "--per-request-spec-decode-metrics", (0, 29)
 
@@ -62,6 +59,8 @@ def arguments(
     words = [
         *("--model", str(folder), "--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", params.dtype, "--max-model-len", str(params.max_model_len), "--disable-uvicorn-access-log"),
+        # The server would apply the sampling defaults of the target's generation_config.json to what a request leaves out, at
+        # temperature 0 too (config/model.py, get_diff_sampling_param). Its end tokens, from the same file, stay in force.
         *("--override-generation-config", json.dumps(NEUTRAL_SAMPLING)),
         *(["--enforce-eager"] if params.eager else []),
         *params.engine_args,
