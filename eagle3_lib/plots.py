@@ -7,6 +7,7 @@ interval is {"value", "low", "high", "n"}. Figures are as wide as a phone, so th
 import csv
 import html
 import io
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,19 @@ MARKERS = "osD^vP"
 LINES = ("-", "--", ":", "-.")
 ENGINE, REPLAY = {"linestyle": "-", "fillstyle": "full"}, {"linestyle": "--", "fillstyle": "none"}
 LOOKS = {"engine": ENGINE, "replay": REPLAY}
+NAME_WIDTH = 24  # letters of a name at the left of a figure, before it goes on in a second line
+LOSSES = {  # the bars of a round's end, as report.ENDS names them
+    "all drafts accepted": {"color": "C0"},
+    "outside the vocabulary": {"color": "C4", "hatch": ".."},
+    "first draft wrong": {"color": "C1", "hatch": "//"},
+    "later draft wrong": {"color": "C3", "hatch": "xx"},
+}
+ORDERS = {
+    "place": "place in the answer (tokens)",
+    "round": "round of the request",
+    "request": "request",
+    "beside": "other requests at the time",
+}
 
 
 @dataclass(frozen=True)
@@ -134,14 +148,77 @@ def acceptance(rows: list[dict]) -> Figure:
 
 
 def agreement(ranking: list[dict], most: int = 8) -> Figure:
-    """Share of the engine's rounds that each hypothesis reproduces, the best first."""
+    """Share of the rounds that can tell each hypothesis in which the engine did what it says, the best first.
+
+    Args:
+        ranking: of a verdict's evidence; a hypothesis that no round can tell has no share.
+    """
     rows = ranking[:most]
-    figure, axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.33 * len(rows)))
+    names = [textwrap.fill(row["hypothesis"], NAME_WIDTH) for row in rows]
+    lines = sum(1 + name.count("\n") for name in names)
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.1 * len(rows) + 0.2 * lines))
     for place, row in enumerate(rows):
-        _dot(axes, 0, place, row, "{:.1%}")
-    _name_rows(axes, [row["hypothesis"] for row in rows])
-    axes.set(xlim=(0, 1.2), xticks=[0, 0.25, 0.5, 0.75, 1], xlabel="share of the engine's rounds reproduced")
+        if row["value"] is None:
+            axes.text(0.02, place, "no round can tell", va="center")
+        else:
+            _dot(axes, 0, place, row, "{:.1%}")
+    _name_rows(axes, names)
+    axes.set(xlim=(0, 1.25), xticks=[0, 0.5, 1], xlabel="reproduced, of the\nrounds that can tell")
     return figure
+
+
+def losses(rows: list[dict]) -> Figure:
+    """How a correct engine's rounds end, as shares of the rounds: one bar a drafter.
+
+    Args:
+        rows: of :func:`eagle3_lib.report.loss_rows`; a share that is None is left out of the bar.
+    """
+    figure, axes = plt.subplots(figsize=(WIDTH, 1.3 + 0.45 * len(rows)))
+    before = [0.0] * len(rows)
+    for end, look in LOSSES.items():
+        shares = [row[end] or 0.0 for row in rows]
+        axes.barh(range(len(rows)), shares, left=before, height=0.6, label=end, **look)
+        before = [left + share for left, share in zip(before, shares, strict=True)]
+    _name_rows(axes, [textwrap.fill(row["drafter"], NAME_WIDTH) for row in rows])
+    axes.set(xlim=(0, 1), xlabel="share of the rounds")
+    figure.legend(loc="outside upper left", ncols=2)
+    return figure
+
+
+def departures(rows: list[dict], where: dict | None = None) -> Figure:
+    """Share of departing rounds among those that can tell, one panel an order of :mod:`eagle3_lib.slices`.
+
+    Args:
+        rows: of :func:`eagle3_lib.report.departing_rows`, at least one.
+        where: the slice of a verdict, shaded.
+    """
+    orders = list(dict.fromkeys(row["by"] for row in rows))
+    figure, panels = plt.subplots(len(orders), figsize=(WIDTH, 0.8 + 1.35 * len(orders)), squeeze=False, sharey=True)
+    for axes, by in zip(panels[:, 0], orders, strict=True):
+        parts = [row for row in rows if row["by"] == by]
+        starts = [part["from"] - 0.5 for part in parts]
+        widths = [part["to"] - part["from"] + 1 for part in parts]
+        axes.bar(starts, [part["share"] for part in parts], widths, align="edge", color="C0", edgecolor="C0")
+        if where and where["by"] == by:
+            _shade(axes, where, parts[0]["from"], parts[-1]["to"])
+        axes.set(xlabel=ORDERS[by])
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.margins(x=0.01)
+    panels[0, 0].set_ylim(0, 1.1 * max(row["share"] for row in rows))
+    figure.supylabel("share of rounds that depart", fontsize=plt.rcParams["axes.labelsize"])
+    if where:
+        figure.legend(loc="outside upper left")
+    return figure
+
+
+def _shade(axes: Axes, where: dict, first: int, last: int) -> None:
+    """The slice of a verdict as an area, or one area for each of its requests; ``first``, ``last``: of the axis."""
+    since = first if where["since"] is None else where["since"]
+    until = last + 1 if where["until"] is None else where["until"]
+    spans = [(since, until)] if where["requests"] is None else [(number, number + 1) for number in where["requests"]]
+    for number, (start, end) in enumerate(spans):
+        label = None if number else "the part that the verdict names"
+        axes.axvspan(start - 0.5, end - 0.5, color="C1", alpha=0.25, linewidth=0, zorder=0, label=label)
 
 
 def calibration(rows: list[dict]) -> Figure:

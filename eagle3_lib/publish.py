@@ -95,9 +95,14 @@ def finding(report: dict) -> str:
     """What the run found, in one paragraph."""
     return " ".join(
         f"{engine} {found['version']}. "
-        + " ".join(dict.fromkeys([found["together"]["sentence"], *(v["sentence"] for v in found["verdicts"])]))
+        + " ".join(dict.fromkeys([found["together"]["sentence"], *_sentences(found["verdicts"])]))
         for engine, found in report["engines"].items()
     )
+
+
+def _sentences(verdicts: list[dict]) -> list[str]:
+    """Of each verdict the sentence, then its warnings."""
+    return [text for verdict in verdicts for text in (verdict["sentence"], *verdict.get("warnings", []))]
 
 
 def _links(pages: dict[str, str], here: str) -> list[tuple[str, list[dict]]]:

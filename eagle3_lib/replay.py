@@ -217,6 +217,18 @@ class Setup:
     right_steps: int | None = None  # drafts from this step on are never right
 
 
+@dataclass(frozen=True)
+class From:
+    """An engine that drafts as ``before`` says, and from slot ``since`` of each answer on as ``setup`` says.
+
+    Slot 0 of an answer is that of its first token. Keys and values of earlier slots stay those of ``before``.
+    """
+
+    setup: Setup
+    before: Setup
+    since: int
+
+
 def correct(drafter: Drafter) -> Setup:
     """A correct engine."""
     return Setup(drafter, tuple((RESIDUAL, k) for k in drafter.config.boundaries))
@@ -237,7 +249,8 @@ class Texts:
     """Texts laid end to end: one row for each slot (all positions of a text but its last).
 
     streams: {stream: [rows, Ht]}; tokens: [sum of T]; for each row: ``text`` its index, ``slot`` its position in it,
-    ``token`` where x[slot] stands in tokens; ``starts``: first row of each text, and one past the last.
+    ``of_answer`` its position in the answer, ``token`` where x[slot] stands in tokens; ``starts``: first row of each text,
+    and one past the last.
     """
 
     def __init__(self, texts: list[list[int]], prompt_lengths: list[int], streams: list[dict[Stream, Tensor]]):
@@ -251,7 +264,8 @@ class Texts:
         self.token = torch.arange(len(self.slot), device=device) + self.text
         self.tokens = torch.tensor([token for text in texts for token in text], device=device)
         self.left = (lengths.to(device)[self.text]) - self.slot  # tokens of the text from the slot on
-        self.prompt = self.slot < torch.tensor(prompt_lengths, device=device)[self.text] - 1
+        self.of_answer = self.slot - torch.tensor(prompt_lengths, device=device)[self.text]  # 0 at its first token
+        self.prompt = self.of_answer < -1
 
     def ahead(self, rows: Tensor, offset: int) -> Tensor:
         """x[slot + offset] for each row; -1 past the text's end (0 where it is embedded, to be never compared)."""
@@ -279,11 +293,12 @@ SCORES = 2**24
 
 @torch.no_grad()
 def counts_at(
-    setup: Setup, texts: Texts, slots: list[list[int]], steps: int, rounds: list[list[int]] | None = None
+    setup: Setup | From, texts: Texts, slots: list[list[int]], steps: int, rounds: list[list[int]] | None = None
 ) -> list[list[int]]:
     """The accepted counts of rounds that start at ``slots`` of each text, for an engine that drafts as ``setup`` says.
 
     Args:
+        setup: a stale cache cannot be one that begins in the middle of an answer.
         rounds: the engine's own accepted counts at those slots; only a stale cache depends on them (without them the
             walk of the replay itself is taken).
     Returns:
@@ -291,14 +306,28 @@ def counts_at(
     """
     places = [texts.starts[i] + slot for i, some in enumerate(slots) for slot in some]
     rows = torch.tensor(places, dtype=torch.int64, device=texts.slot.device)
-    run = _Run(setup, texts, steps)
-    if not setup.stale:
-        counts = run.counts(rows)
+    if isinstance(setup, From):
+        counts = _counts_from(setup, texts, rows, steps)
+    elif setup.stale:
+        counts = _most_right(setup, _stale_counts(_Run(setup, texts, steps), rows, slots, rounds))
     else:
-        counts = _stale_counts(run, rows, slots, rounds)
-    if setup.right_steps is not None:
-        counts = counts.clamp_max(setup.right_steps)
+        counts = _most_right(setup, _Run(setup, texts, steps).counts(rows))
     return [part.tolist() for part in counts.split([len(some) for some in slots])]
+
+
+def _most_right(setup: Setup, counts: Tensor) -> Tensor:
+    return counts if setup.right_steps is None else counts.clamp_max(setup.right_steps)
+
+
+def _counts_from(setup: From, texts: Texts, rows: Tensor, steps: int) -> Tensor:
+    before = _Run(setup.before, texts, steps)
+    earlier = texts.of_answer < setup.since
+    after = _Run(setup.setup, texts, steps, _Earlier(before, earlier))
+    counts = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    is_earlier = earlier[rows]
+    counts[is_earlier] = _most_right(setup.before, before.counts(rows[is_earlier]))
+    counts[~is_earlier] = _most_right(setup.setup, after.counts(rows[~is_earlier]))
+    return counts
 
 
 def all_slots(texts: Texts) -> list[list[int]]:
@@ -311,22 +340,42 @@ def own_rounds(counts: list[list[int]], texts: Texts) -> list[list[int]]:
     return [walk([0] * (p - 1) + some, p) for some, p in zip(counts, texts.prompt_lengths, strict=True)]
 
 
+@dataclass
+class _Earlier:
+    """Rows [rows] that another run computes: its states stand in their place."""
+
+    run: "_Run"
+    rows: Tensor
+
+    def over(self, theirs: Tensor, own: Tensor) -> Tensor:
+        """``own`` [rows, ...], at the earlier rows ``theirs``."""
+        return torch.where(self.rows.view(-1, *[1] * (own.dim() - 1)), theirs, own)
+
+
 class _Run:
     """One setup on one set of texts: keys and values of step 0 for every row, then drafting on demand.
 
-    Held for every row: ``hidden``, [rows, H] what enters the last layer at step 0, and ``cache``, keys and values
+    Held for every row: ``entering``, [rows, H] what enters each layer at step 0, and ``cache``, keys and values
     [rows, kv heads, d] of each layer. Everything else is made for ``ROWS`` rows at a time.
     """
 
-    def __init__(self, setup: Setup, texts: Texts, steps: int):
+    def __init__(self, setup: Setup, texts: Texts, steps: int, earlier: _Earlier | None = None):
         self.setup, self.texts, self.steps, self.drafter = setup, texts, steps, setup.drafter
         self.layers = list(setup.drafter.layers)
         self.rows = torch.arange(len(texts.slot), device=texts.slot.device)
         self.chunks = self.rows.split(ROWS)
         self.cache: list[tuple[Tensor, ...]] = []
+        self.entering: list[Tensor] = []
         (self.hidden,) = self._joined((self._fused(rows),) for rows in self.chunks)
         for index, layer in enumerate(self.layers):
-            self.cache.append(self._joined(self._states(layer, rows) for rows in self.chunks))
+            if earlier:
+                self.hidden = earlier.over(earlier.run.entering[index], self.hidden)
+            self.entering.append(self.hidden)
+            states = self._joined(self._states(layer, rows) for rows in self.chunks)
+            if earlier:
+                pairs = zip(earlier.run.cache[index], states, strict=True)
+                states = tuple(earlier.over(theirs, own) for theirs, own in pairs)
+            self.cache.append(states)
             if layer is not self.layers[-1]:
                 (self.hidden,) = self._joined((self._layer(index, rows),) for rows in self.chunks)
 
@@ -534,7 +583,7 @@ def run(params: ReplayParams) -> dict:
         Eagle3Error: the benchmark is missing, was of plain or n-gram decoding, or of another target; its rounds cannot be
             those of its K; or its engine was set to accept otherwise than by the target.
     """
-    from . import emitted, faults, lossless  # which build on this module
+    from . import begun, emitted, faults, lossless, suspects  # which build on this module
 
     bench = measured.read_rounds(params.benchmark)
     positions = bench["positions"]
@@ -550,6 +599,8 @@ def run(params: ReplayParams) -> dict:
         drafter = checkpoint.load_for(params.drafter, params.target, target, dtype)
         rounded = emitted.coarser(bench.get("dtype", params.dtype), params.dtype)
         told = emitted.Told(bench["sampling"], rounded, targets.end_ids(folder))
+        ranks = measured.tensor_parallel(bench.get("engine_args", []))
+        tried = suspects.suspects(drafter, faults.TargetParts.of(target, ranks))
         header = {
             "drafter": params.name,
             "engine": params.engine,
@@ -566,11 +617,12 @@ def run(params: ReplayParams) -> dict:
             "prompts_in_chunks": measured.prompts_in_chunks(bench),
             "at_limit": sum(at_context_limit(request, bench) for request in bench["requests"]),
             "contradictions": (bench.get("cross_check") or {}).get("contradictions", []),
+            "suspects": [suspects.told(suspect, params.drafter) for suspect in tried.values()],
         }
         path, emissions = project_path(params.out) / "replay.json", []
         tally = Tally(positions)
-        ranks = measured.tensor_parallel(bench.get("engine_args", []))
-        examined = faults.examining(target, drafter, bench["requests"], positions, None, told, ranks)
+        setups = {name: suspect.setup for name, suspect in tried.items() if suspect.fault is None}
+        examined = faults.examining(target, drafter, bench["requests"], positions, None, told, ranks, setups)
         with replayed.Writer(path, header) as writer:
             for request in tqdm(examined, total=len(bench["requests"]), desc="replay", mininterval=2):
                 if "emission" in request:
@@ -581,7 +633,14 @@ def run(params: ReplayParams) -> dict:
             if emissions:
                 sampled = lossless.judge(lossless.Emission.join(emissions), told.sampling.temperature)
             plain = _plain(params, bench, target, drafter, told)
-            writer.finish(tally.summary() | {"sampled": sampled, "plain": plain})
+            summary = tally.summary() | {"sampled": sampled, "plain": plain}
+            writer.finish(summary)
+        found = begun.find(replayed.read(path), target, drafter, bench["requests"], ranks)
+        if found:
+            with replayed.Writer(path, header | {"since": found.since}) as writer:
+                for request in found.requests(replayed.read(path)):
+                    writer.add(request)
+                writer.finish(summary)
         notes |= tally.agreement
     return replayed.read(path)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import acceptance, break_even, clean_room, diagnose, measured, replayed
+from . import acceptance, break_even, clean_room, diagnose, measured, replayed, slices, suspects
 from .errors import Eagle3Error
 from .params import GREEDY, DiagnoseParams
 from .provenance import project_path, short_path, stage, write_json
@@ -21,6 +21,12 @@ OF_REPLAY = (
     "sampled",
     "plain",
 )
+ENDS = {  # what becomes of a round: the name on the page, and evidence's
+    "all drafts accepted": "full",
+    "outside the vocabulary": "outside the vocabulary",
+    "first draft wrong": "wrong at step 0",
+    "later draft wrong": "lost at later steps",
+}
 
 
 def run(params: DiagnoseParams) -> dict:
@@ -36,7 +42,7 @@ def run(params: DiagnoseParams) -> dict:
     with stage("diagnose", params) as notes:
         engines = {engine: _engine(folder, engine, params.drafters) for engine in params.engines}
         sentences = [
-            f"{engine} {result['version']}: {verdict['sentence']}"
+            " ".join([f"{engine} {result['version']}: {verdict['sentence']}", *verdict["warnings"]])
             for engine, result in engines.items()
             for verdict in result["verdicts"]
         ]
@@ -90,7 +96,8 @@ def _engine(folder: Path, engine: str, drafters: list[str]) -> dict:
         for name, replay in replays.items()
         if name in drafted
     }
-    verdicts = [diagnose.judge(replay) for replay in replays.values()]
+    break_even_lengths = {name: found["break_even_length"] for name, found in result["cost"].items()}
+    verdicts = [diagnose.judge(replay, break_even_lengths.get(name)) for name, replay in replays.items()]
     result["verdicts"] = [verdict.as_dict() for verdict in verdicts]
     result["together"] = diagnose.judge_together(verdicts)
     if len(drafted) == len(drafters) > 1:
@@ -319,6 +326,129 @@ def acceptance_rows(replays: dict[str, dict]) -> list[dict]:
         if replay["engine_acceptance"]["rounds"]
         for who in ("engine", "replay")
     ]
+
+
+# ------------------------------------------------------------------------------------------ what the verdicts rest on
+
+
+def verdicts(engines: dict[str, dict]) -> dict[str, dict]:
+    """Every verdict by "engine: drafter"; ``engines``: of the report."""
+    return {
+        f"{engine}: {verdict['drafter']}": verdict for engine, found in engines.items() for verdict in found["verdicts"]
+    }
+
+
+def not_excluded_rows(verdict: dict, most: int = 8) -> list[dict]:
+    """What a verdict leaves open as table rows, the hypotheses first that differ in fewest rounds; [] where nothing.
+
+    Args:
+        most: hypotheses; a last row says how many more there are.
+    """
+    left = verdict["not_excluded"]
+    differ = f"rounds that differ, of {verdict['evidence']['rounds_compared']}"
+    rows = [
+        {
+            "not excluded": row["hypothesis"],
+            differ: str(row["rounds_that_differ"]),
+            "what would tell": row["experiment"],
+        }
+        for row in left[:most]
+    ]
+    if len(left) > most:
+        rows.append({"not excluded": f"and {len(left) - most} more", differ: "", "what would tell": ""})
+    return rows
+
+
+def loss_rows(verdicts: dict[str, dict]) -> list[dict]:
+    """Where the accepted drafts are lost, one row a drafter; a drafter without rounds to compare is left out.
+
+    Returns:
+        [{"drafter", "rounds", each of ENDS: share of the rounds, "vocabulary allows": share of the tokens that the
+        drafter can draft, "the engine accepts", "the engine loses": drafts a round}]. Where replay.json does not say which
+        tokens the drafter can draft, what would be of them is None, and their rounds count as drafted wrong.
+    """
+    rows = []
+    for name, verdict in verdicts.items():
+        evidence = verdict["evidence"]
+        losses = evidence.get("losses")
+        if not losses:
+            continue
+        ceiling, length = losses["vocabulary_ceiling"], evidence["engine"]["mean_length"]["value"]
+        row = {"drafter": name, "rounds": evidence["rounds_compared"]}
+        row |= {end: losses[key] for end, key in ENDS.items()}
+        if ceiling is None:
+            row["outside the vocabulary"] = None
+        row |= {"vocabulary allows": ceiling, "the engine accepts": length - 1}
+        row["the engine loses"] = losses["lost by the engine"]
+        rows.append(row)
+    return rows
+
+
+def departing_rows(verdict: dict) -> list[dict]:
+    """How often rounds depart, by each order of :mod:`eagle3_lib.slices`, as table rows; [] where none departs.
+
+    Returns:
+        [{"by", "from", "to": first and last value of the part, "rounds": that can tell, "departing", "share"}]
+    """
+    parts = verdict["evidence"].get("slices") or {}
+    return [
+        {"by": by, **part, "share": part["departing"] / part["rounds"]} for by, some in parts.items() for part in some
+    ]
+
+
+def departing_told(verdict: dict) -> str:
+    """Where rounds depart from a correct engine, in a sentence."""
+    evidence, where = verdict["evidence"], verdict["where"]
+    if "slices" not in evidence:
+        return f"{verdict['kind']}, so its rounds are not held against a correct engine's"
+    if not evidence["departing"]:
+        return "no round departs from a correct engine"
+    if where:
+        (departing, rounds), (others, rest) = where["inside"], where["outside"]
+        words = _where(where).words(evidence["engine"]["requests"])
+        what = verdict["fault"] or "what departs"
+        return f"{what} holds {words}: {departing} of {rounds} rounds depart there, {others} of {rest} elsewhere"
+    counts = f"{evidence['departing']} of {evidence['can_tell']} rounds depart"
+    if verdict["fault"]:
+        return f"{counts}; {verdict['fault']} explains them in the whole run"
+    return f"{counts}; no part of the run is told apart"
+
+
+def _where(where: dict) -> slices.Slice:
+    """The slice of a verdict, without its rounds."""
+    fields = {name: where[name] for name in ("by", "p", "since", "until", "requests")}
+    counts = {side: where[side] for side in ("inside", "outside")}
+    return slices.Slice(inside=np.zeros(0, bool), counts=counts, **fields)
+
+
+def config_rows(verdict: dict, most: int = 5) -> list[dict]:
+    """The other values of config.json that a correct engine would accept most with, best first; [] where none is scored.
+
+    Returns:
+        [{"config.json with", "accepted a round", "as it is", "gain", "rounds that differ"}], accepted drafts in a round;
+        the gain is a 95 % interval by request.
+    """
+    return [
+        {"config.json with": row["name"], "accepted a round": row["accepted"], "as it is": row["of_config"]}
+        | {"gain": row["gain"], "rounds that differ": row["differ"]}
+        for row in verdict["evidence"].get("config", [])[:most]
+    ]
+
+
+def config_told(verdict: dict) -> str:
+    """Whether config.json describes the drafter, in a sentence; of a suspect also the shell line that tries it."""
+    scores, suspect = verdict["evidence"].get("config"), verdict["suspect"]
+    if scores is None:
+        return f"{verdict['kind']}, so no other config.json is scored"
+    if not scores:
+        return "replay.json scores no other config.json"
+    if suspect:
+        also = f" (not told from: {', '.join(suspect['ties'])})" if suspect["ties"] else ""
+        return f"{suspect['name']}{also} describes the drafter better than its config.json. To try:\n{suspect['shim']}"
+    better = suspects.clearly_better(scores)
+    if better:
+        return f"{better['name']} would accept more, but rounds depart from a correct engine: settle that first"
+    return "no other value would surely accept more"
 
 
 def token_rows(replays: dict[str, dict]) -> list[dict]:

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from eagle3_lib import acceptance, diagnose, faults
+from eagle3_lib import acceptance, diagnose, evidence, faults, slices
 from eagle3_lib import rounds as rounds_module
 from eagle3_lib.diagnose import CORRECT
 from eagle3_lib.errors import Eagle3Error
+from eagle3_lib.evidence import NOISE, Table
 
 POSITIONS = 4
 
@@ -56,14 +57,14 @@ def disturbed(random, rounds: list[list[int]], share: float) -> list[list[int]]:
 
 
 def test_false_alarms_of_a_healthy_engine():
-    """An engine in low precision differs from the replay in 4 % of rounds; faults differ in 1 to 50 %. At most 1 %."""
+    """A bfloat16 engine departs in 2 % of the rounds that can tell, as measured; faults differ in 1 to 50 %. At most 1 %."""
     random, alarms, runs = np.random.default_rng(3), 0, 200
     for _ in range(runs):
         correct = rounds_of(random, 12, 0.4)
         shares = {f"fault {i}": share for i, share in enumerate((0.01, 0.02, 0.05, 0.1, 0.2, 0.5))}
         hypotheses = {name: disturbed(random, correct, share) for name, share in shares.items()}
-        verdict = diagnose.judge(replay_of(disturbed(random, correct, 0.05), correct, hypotheses))
-        alarms += verdict.kind in (diagnose.FAULT, diagnose.UNKNOWN)
+        verdict = diagnose.judge(replay_of(disturbed(random, correct, 0.02), correct, hypotheses))
+        alarms += verdict.kind in (diagnose.FAULT, diagnose.UNKNOWN, diagnose.SMALL, diagnose.CONFIG)
     assert alarms <= 0.01 * runs
 
 
@@ -89,7 +90,7 @@ def test_indistinguishable_faults_are_a_tie():
 def test_weak_drafter_and_broken_engine_at_the_same_acceptance():
     random = np.random.default_rng(6)
     weak = rounds_of(random, 12, 0.35, spread=0.02)
-    verdict = diagnose.judge(replay_of(weak, weak), weak_rate=0.2)
+    verdict = diagnose.judge(replay_of(weak, weak))
     assert verdict.kind == diagnose.WEAK and verdict.evidence["engine"]["acceptance_rate"]["value"] < 0.15
     correct = [[min(POSITIONS, count + 2) for count in some] for some in weak]
     broken = diagnose.judge(replay_of(weak, correct))
@@ -109,20 +110,21 @@ def test_decay_with_context_is_told_from_a_fault_there():
     random = np.random.default_rng(10)
     falling = [sorted(rounds, reverse=True) for rounds in rounds_of(random, 12, 0.6)]
     natural = diagnose.judge(replay_of(falling, falling))
-    ends = natural.evidence["by_slot"][0], natural.evidence["by_slot"][-1]
     assert natural.kind == diagnose.HEALTHY
-    assert ends[0]["engine"] == ends[0]["replay"] > ends[1]["engine"] + 1
     steady = [[int(count) for count in random.permutation(rounds)] for rounds in falling]
-    failing = [[count if i < len(rounds) / 2 else 0 for i, count in enumerate(rounds)] for rounds in steady]
+    failing = [[count if i < 20 else 0 for i, count in enumerate(rounds)] for rounds in steady]
     fault = diagnose.judge(replay_of(failing, steady))
-    last = fault.evidence["by_slot"][-1]
-    assert fault.kind == diagnose.UNKNOWN and last["engine"] < last["replay"] - 1
+    assert fault.kind == diagnose.UNKNOWN
+    assert fault.where["outside"][0] == 0 < fault.where["inside"][0]
+    assert 19 <= fault.where["since"] <= 21
 
 
 def test_too_few_rounds():
     verdict = diagnose.judge(replay_of([[1, 0, 2]], [[1, 0, 2]]))
     assert verdict.kind == diagnose.NOT_ENOUGH
-    assert 40 <= verdict.evidence["rounds_needed"] <= 60  # all equal: 0.9 ** n < 1 % from n = 44
+    assert (
+        43 <= verdict.evidence["rounds_needed"] <= 80
+    )  # in bfloat16 0.87 ** n < 1 % from n = 34, two of three can tell
 
 
 def test_a_run_that_is_not_greedy_is_a_verification_fault():
@@ -306,9 +308,17 @@ def test_a_hypothesis_that_leaves_rounds_unexplained_is_not_named_in_float32():
     random = np.random.default_rng(16)
     correct = rounds_of(random, 12, 0.5)
     faulty = disturbed(random, correct, 0.3)
-    near = replay_of(disturbed(random, faulty, 0.08), correct, {"this": faulty})
+    near = replay_of(disturbed(random, faulty, 0.02), correct, {"this": faulty})
     assert diagnose.judge(near | {"dtype": "bfloat16"}).fault == "this"
-    assert diagnose.judge(near | {"dtype": "float32"}).kind == diagnose.UNKNOWN
+    unknown = diagnose.judge(near | {"dtype": "float32"})
+    assert unknown.kind == diagnose.UNKNOWN and unknown.fault is None
+    like = unknown.evidence["most_like"]
+    assert (
+        f"Most like this, which explains {like['explained']} of the {like['departing']} departing" in unknown.sentence
+    )
+    assert 0.8 < like["explained"] / like["departing"] < 0.99
+    far = replay_of(disturbed(random, faulty, 0.08), correct, {"this": faulty}) | {"dtype": "bfloat16"}
+    assert diagnose.judge(far).kind == diagnose.UNKNOWN  # rounding does not leave as many unlike rounds
 
 
 def test_one_near_tie_names_no_fault():
@@ -344,11 +354,13 @@ def test_a_habit_of_healthy_engines_excuses_no_fault_that_is_found():
 
 
 def test_more_rounds_are_asked_for_only_where_they_would_decide():
-    assert diagnose._rounds_needed(1.0, 10) in range(44, 60)
-    assert diagnose._rounds_needed(0.9, 600) is None  # once 5,854,545 was printed
-    assert "More such rounds would not decide" in diagnose._Sentences(
-        "d", 0.1, 0.1, 600, {CORRECT: {"value": 0.9}}
-    ).not_enough(None)
+    """Once 5,854,545 was printed, for a share that lay near a threshold."""
+    assert diagnose._rounds_needed(0, 10, 10, 0.001) in range(43, 60)
+    assert diagnose._rounds_needed(0, 10, 100, 0.001) in range(430, 600)  # one round of ten can tell
+    for departing in range(0, 60):  # any share: enough rounds decide, and not many
+        needed = diagnose._rounds_needed(departing, 60, 60, 0.03)
+        assert needed is None or needed < 1000, departing
+    assert "texts on which the drafter accepts more" in diagnose._would_decide(5000, 100)
 
 
 def test_departing_rounds_beside_the_end_of_the_context_are_no_fault():
@@ -369,7 +381,8 @@ def test_a_few_departing_rounds_after_prompts_in_chunks_are_no_fault():
     correct = rounds_of(random, 12, 0.5)
     few = replay_of(disturbed(random, correct, 0.04), correct) | {"dtype": "float32"}
     many = replay_of(disturbed(random, correct, 0.3), correct) | {"dtype": "float32", "prompts_in_chunks": 12}
-    assert diagnose.judge(few).kind == diagnose.judge(many).kind == diagnose.UNKNOWN
+    assert diagnose.judge(few).kind == diagnose.SMALL
+    assert diagnose.judge(many).kind == diagnose.UNKNOWN
     verdict = diagnose.judge(few | {"prompts_in_chunks": 12})
     assert verdict.kind == diagnose.CANNOT_TELL and "12 prompts were prefilled in chunks" in verdict.sentence
 
@@ -406,12 +419,38 @@ def test_tokens_changed_by_the_targets_own_defaults_are_no_fault():
     assert diagnose.judge(not_greedy(0.0, untold_defaults={"repetition_penalty": 1.05})).kind == diagnose.HEALTHY
 
 
-def test_tokens_that_plain_decoding_emits_too_are_no_fault_of_verification():
+def test_tokens_that_plain_decoding_emits_too_are_the_targets():
     plain = {"requests": 12, "tokens": 1000, "not_greedy": 200, "sampled": None}
     verdict = diagnose.judge(not_greedy(0.2, plain=plain))
-    assert verdict.kind == diagnose.CANNOT_TELL and "speculation is not the cause" in verdict.sentence
+    assert verdict.kind == diagnose.TARGET and verdict.fault is None
+    assert "200 of 1000 tokens of plain decoding are not either: speculation is not the cause" in verdict.sentence
+    assert "in all 12 requests, as another checkpoint would make them" in verdict.sentence
     fault = diagnose.judge(not_greedy(0.2, plain=plain | {"not_greedy": 0}))
     assert (fault.kind, fault.fault) == (diagnose.FAULT, "verification is not lossless")
+
+
+def test_wrong_tokens_without_a_plain_run():
+    """Accepted drafts alone: verification. Tokens that the target chose itself too (vllm#41838): not its place."""
+    verification = not_greedy(0.2)
+    for request in verification["requests"]:
+        request["greedy"] = {"accepted": [request["lossless"] * 2, request["lossless"]], "own": [30, 0]}
+    assert diagnose.judge(verification).fault == "verification is not lossless"
+    for request in verification["requests"][4:]:
+        request["lossless"], request["greedy"] = 0, {"accepted": [10, 0], "own": [30, 0]}
+    for request in verification["requests"][:4]:
+        request["greedy"] = {"accepted": [20, 4], "own": [30, 9]}
+    verdict = diagnose.judge(verification)
+    assert verdict.kind == diagnose.TARGET
+    assert "36 of 360 that no draft stood for" in verdict.sentence
+    assert "in 4 of 12 requests" in verdict.sentence and "--no-enable-prefix-caching" in verdict.sentence
+
+
+def test_a_few_wrong_tokens_are_a_warning():
+    verdict = diagnose.judge(not_greedy(0.03))
+    assert verdict.kind == diagnose.HEALTHY
+    (warning,) = verdict.warnings
+    assert "tokens are not the target's first choice" in warning and "Is the served target the folder" in warning
+    assert diagnose.judge(not_greedy(0.0)).warnings == []
 
 
 def judged(lossless: bool) -> dict:
@@ -434,3 +473,165 @@ def test_a_sampled_run_is_judged_as_sampled_before_any_fault():
     both = diagnose.judge(not_greedy(0.0, sampled=judged(False), plain=plain, **sampling))
     assert both.kind == diagnose.CANNOT_TELL
     assert diagnose.judge(not_greedy(0.0, sampled=judged(True), **sampling)).kind == diagnose.HEALTHY
+
+
+# --------------------------------------------------------------------------------- thresholds, parts of a run, config
+
+
+def test_half_a_percent_of_float32_rounds_is_a_finding():
+    random = np.random.default_rng(30)
+    correct = rounds_of(random, 12, 0.5)
+    for departing, kind in ((0, diagnose.HEALTHY), (2, diagnose.HEALTHY), (3, diagnose.SMALL), (6, diagnose.SMALL)):
+        engine = [list(some) for some in correct]
+        for request in range(departing):
+            place = [index for index, count in enumerate(correct[request]) if count][3 * request]
+            engine[request][place] -= 1
+        verdict = diagnose.judge(replay_of(engine, correct) | {"dtype": "float32"})
+        assert verdict.kind == kind, (departing, verdict.sentence)
+        assert diagnose.judge(replay_of(engine, correct) | {"dtype": "bfloat16"}).kind == diagnose.HEALTHY
+    assert f"6 of {sum(map(len, correct))} rounds depart" in verdict.sentence
+
+
+def test_where_most_rounds_accept_nothing_a_hypothesis_that_accepts_nothing_explains_nothing():
+    """Attention scaled by 1/8, the base drafter on Python: "embedding missing" reproduced 95.6 % of the rounds."""
+    random = np.random.default_rng(31)
+    correct = [[int(random.random() < 0.1) for _ in range(80)] for _ in range(12)]
+    engine = [[int(random.random() < 0.04) for _ in some] for some in correct]
+    dead = [[0] * len(some) for some in correct]
+    near = [[count if random.random() < 0.5 else 0 for count in some] for some in engine]
+    replay = replay_of(engine, correct, {"dead": dead, "near": near}) | {"dtype": "float32"}
+    verdict = diagnose.judge(replay)
+    assert verdict.kind == diagnose.UNKNOWN and verdict.fault is None
+    assert np.mean([a == b for ours, theirs in zip(engine, dead, strict=True) for a, b in zip(ours, theirs)]) > 0.95
+    reproduced = {row["hypothesis"]: row["value"] for row in verdict.evidence["ranking"]}
+    assert reproduced["dead"] < 0.8  # of the rounds that can tell
+
+
+def in_part(engine: list[list[int]], correct: list[list[int]], has) -> list[list[int]]:
+    """The engine's counts where ``has(request, round)``, a correct engine's elsewhere."""
+    return [
+        [a if has(request, index) else b for index, (a, b) in enumerate(zip(ours, theirs, strict=True))]
+        for request, (ours, theirs) in enumerate(zip(engine, correct, strict=True))
+    ]
+
+
+def test_a_fault_from_a_place_on_is_named_with_its_place():
+    random = np.random.default_rng(32)
+    for _ in range(5):
+        correct = rounds_of(random, 12, 0.5)
+        faulty, other = (disturbed(random, correct, 0.4) for _ in range(2))
+        engine = in_part(faulty, correct, lambda _, index: index >= 15)
+        verdict = diagnose.judge(replay_of(engine, correct, {"this": faulty, "other": other}) | {"dtype": "float32"})
+        assert (verdict.kind, verdict.fault, verdict.ties) == (diagnose.FAULT, "this", [])
+        assert verdict.where["by"] in ("place", "round") and 14 <= verdict.where["since"] <= 16
+        assert "It holds from" in verdict.sentence
+
+
+def test_a_fault_in_half_of_the_requests_is_named_with_them():
+    random = np.random.default_rng(33)
+    for _ in range(5):
+        correct = rounds_of(random, 12, 0.5)
+        faulty, other = (disturbed(random, correct, 0.4) for _ in range(2))
+        engine = in_part(faulty, correct, lambda request, _: request % 2 == 0)
+        verdict = diagnose.judge(replay_of(engine, correct, {"this": faulty, "other": other}) | {"dtype": "float32"})
+        assert (verdict.kind, verdict.fault) == (diagnose.FAULT, "this")
+        assert verdict.where["requests"] == [0, 2, 4, 6, 8, 10]
+        assert "It holds in 6 of 12 requests" in verdict.sentence
+
+
+def test_slices_of_an_engine_that_departs_everywhere_are_rare():
+    """Departing rounds at random places: a slice is found in at most 1 % of runs."""
+    random, found = np.random.default_rng(34), 0
+    for _ in range(100):
+        correct = rounds_of(random, 12, 0.5)
+        engine = disturbed(random, correct, 0.03)
+        table = Table.of(replay_of(engine, correct)["requests"])
+        found += slices.find(table, NOISE["float32"]) is not None
+    assert found <= 1
+
+
+def test_a_drafter_that_accepts_nothing_leads_with_that():
+    """A random drafter: every hypothesis reproduces every round. Once: "the engine is not at fault"."""
+    nothing = [[0] * 60 for _ in range(12)]
+    hypotheses = {"boundaries -1": nothing, "embedding missing": nothing}
+    verdict = diagnose.judge(replay_of(nothing, nothing, hypotheses) | {"dtype": "float32"})
+    assert verdict.kind == diagnose.NOTHING
+    assert verdict.sentence.startswith("drafter: nothing accepted: 0 of 2880 drafts")
+    assert "2 of 2 faults of the catalogue predict the same" in verdict.sentence
+    assert [row["hypothesis"] for row in verdict.not_excluded] == ["boundaries -1", "embedding missing"]
+    assert all(row["experiment"] for row in verdict.not_excluded)
+    random = np.random.default_rng(35)
+    correct = rounds_of(random, 12, 0.5)
+    dead = [[0] * len(some) for some in correct]
+    broken = diagnose.judge(replay_of(dead, correct, {"embedding missing": dead, "nothing accepted": dead}))
+    assert (broken.kind, broken.fault, broken.ties) == (diagnose.FAULT, "nothing accepted", ["embedding missing"])
+    assert "Remedy" not in broken.sentence  # two causes are left
+
+
+def test_a_healthy_verdict_tells_what_it_cannot_exclude():
+    random = np.random.default_rng(36)
+    correct = rounds_of(random, 12, 0.5)
+    near = [list(some) for some in correct]
+    near[0][0] = (near[0][0] + 1) % 5
+    hypotheses = {"positions not advanced": near, "token shift": disturbed(random, correct, 0.3)}
+    verdict = diagnose.judge(replay_of(correct, correct, hypotheses) | {"dtype": "float32"})
+    assert verdict.kind == diagnose.HEALTHY
+    (left,) = verdict.not_excluded
+    assert left == {"hypothesis": "positions not advanced", "rounds_that_differ": 1, "experiment": "K = 1 is right"}
+    assert (
+        "Not excluded: positions not advanced, which accept the same in all but 1 of these rounds." in verdict.sentence
+    )
+
+
+def test_weakness_does_not_depend_on_k():
+    """The same drafter was healthy at K = 4 and weak at K = 8."""
+    for positions in (1, 4, 6, 8):
+        random = np.random.default_rng(37)
+        rounds = [np.minimum(random.geometric(1 - 0.58, 60) - 1, positions).tolist() for _ in range(24)]
+        replay = replay_of(rounds, rounds) | {"positions": positions, "dtype": "float32"}
+        assert diagnose.judge(replay).kind == diagnose.HEALTHY, positions
+    length = 1 + float(np.mean([count for some in rounds for count in some]))
+    assert diagnose.judge(replay, break_even=length - 0.1).kind == diagnose.HEALTHY
+    weak = diagnose.judge(replay, break_even=length + 0.1)
+    assert weak.kind == diagnose.WEAK
+    assert f"speculation breaks even at {length + 0.1:.2f} tokens a round" in weak.sentence
+
+
+def test_losses_add_up():
+    correct = [[4, 0, 2, 0, 1] * 20]
+    engine = [[4, 0, 1, 0, 1] * 20]
+    replay = replay_of(engine, correct)
+    for index, row in enumerate(replay["requests"][0]["rows"]):
+        row |= {"drafted": 4, "outside": index % 5 == 1}
+    replay["requests"][0] |= {"in_vocabulary": 90, "output_length": 100}
+    found = evidence.Evidence.of(replay).losses()
+    assert found == {
+        "full": 0.2,
+        "outside the vocabulary": 0.2,
+        "wrong at step 0": 0.2,
+        "lost at later steps": 0.4,
+        "lost by the engine": 0.2,
+        "vocabulary_ceiling": 0.9,
+    }
+
+
+def test_a_config_that_another_value_beats_is_the_suspect():
+    """sfllm#32: the engine obeys config.json, and another value of it would accept clearly more."""
+    random = np.random.default_rng(38)
+    config = rounds_of(random, 12, 0.3)
+    better = [[min(POSITIONS, count + (random.random() < 0.3)) for count in some] for some in config]
+    same = disturbed(random, config, 0.01)
+    replay = replay_of(config, config, {"token shift": disturbed(random, config, 0.4)}) | {"dtype": "float32"}
+    names = ("rope_theta 10000", "norm_output true")
+    replay["suspects"] = [
+        {"name": name, "field": name.split()[0], "value": 10000.0, "fault": None, "shim": f"cp {name}"}
+        for name in names
+    ]
+    for request, ours, others in zip(replay["requests"], better, same, strict=True):
+        request["suspects"] = {names[0]: [int(count) for count in ours], names[1]: others}
+    verdict = diagnose.judge(replay)
+    assert verdict.kind == diagnose.CONFIG and verdict.suspect["field"] == "rope_theta"
+    assert verdict.suspect["gain"]["low"] > 0.2
+    assert "with rope_theta = 10000.0 a correct engine would accept" in verdict.sentence
+    replay["suspects"] = replay["suspects"][1:]
+    assert diagnose.judge(replay).kind == diagnose.WEAK

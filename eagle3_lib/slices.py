@@ -1,0 +1,218 @@
+"""Slices: a fault that is not everywhere. Where in a run do the departing rounds lie, and where are there none?
+
+Four orders are looked at: the place in the answer, the number of the round in its request, the requests, and how many
+other requests ran beside. In each the rounds that can tell are split in two so that their shares of departing rounds are as
+unlike as they can be (the likelihood ratio of two shares over one). How large that ratio becomes by chance is found by
+dealing the departing rounds out anew at random, with the same search in each deal: a permutation test that accounts for
+the search (Good, Permutation, Parametric and Bootstrap Tests of Hypotheses, 2005). A slice is a split that chance does not
+explain and whose other side is as a healthy engine's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import xlogy
+
+from .evidence import FALSE_ALARM, Table, surely_more
+
+PLACE, ROUND, REQUEST, BESIDE = "place", "round", "request", "beside"
+DEALS = 999  # random deals: the smallest p is 0.001, a tenth of FALSE_ALARM before it is shared among four orders
+LEVELS_AT_ONCE = 2**20  # of all deals that are held together
+LEAST_CLEAN = 30  # rounds that can tell on the side without departing rounds
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a run in which rounds depart.
+
+    by: one of PLACE, ROUND, REQUEST, BESIDE. since, until: the first value inside, and the first one past it; None where the
+    slice is open. requests: indices of its requests, where it is made of requests. inside: [rounds] of the table. p: of the
+    permutation test, for all four orders together. counts: departing rounds and rounds that can tell, inside and outside.
+    """
+
+    by: str
+    inside: np.ndarray
+    p: float
+    counts: dict[str, tuple[int, int]]
+    since: int | None = None
+    until: int | None = None
+    requests: tuple[int, ...] | None = None
+
+    def words(self, requests: int) -> str:
+        """Where the slice is, as in "from token 60 of the answers on"; ``requests``: of the run."""
+        if self.by == REQUEST:
+            return f"in {len(self.requests or ())} of {requests} requests"
+        if self.until is not None and self.until <= (0 if self.by == PLACE else 1) and self.by != BESIDE:
+            return "in the first round of the requests"
+        where = {PLACE: "token {} of the answers", ROUND: "round {} of the requests", BESIDE: "{} requests beside"}[
+            self.by
+        ]
+        if self.since is not None:
+            return f"from {where.format(max(self.since, 0))} on"
+        return f"before {where.format(self.until)}"
+
+    def as_dict(self) -> dict:
+        found = {"by": self.by, "since": self.since, "until": self.until, "p": self.p} | self.counts
+        return found | {"requests": self.requests and list(self.requests)}
+
+
+def find(table: Table, noise: float) -> Slice | None:
+    """The slice that explains best where rounds depart; None where they depart everywhere, or too few do.
+
+    Args:
+        noise: share of the rounds that can tell in which a healthy engine departs at most.
+    """
+    telling = np.flatnonzero(table.can_tell())
+    departing = table.departing[telling]
+    if not departing.any() or departing.all():
+        return None
+    splits = [_split(table, by, telling, departing) for by in (PLACE, ROUND, REQUEST, BESIDE)]
+    found = [split for split in splits if split and split.p <= FALSE_ALARM]
+    for split in sorted(found, key=lambda split: -split.score):
+        slice_ = split.slice(table, noise)
+        if slice_:
+            return slice_
+    return None
+
+
+@dataclass
+class _Split:
+    """One order's best split."""
+
+    by: str
+    inside: np.ndarray  # [rounds] of the table
+    score: float  # likelihood ratio beyond what chance gives on average
+    p: float
+
+    def slice(self, table: Table, noise: float) -> Slice | None:
+        tells, departs = table.can_tell(), table.departing
+        counts = {
+            name: (int((departs & side).sum()), int((tells & side).sum()))
+            for name, side in (("inside", self.inside), ("outside", ~self.inside))
+        }
+        departing, rounds = counts["outside"]
+        if rounds < LEAST_CLEAN or surely_more(departing, rounds, noise):
+            return None
+        if not surely_more(*counts["inside"], noise):
+            return None
+        made = {"by": self.by, "inside": self.inside, "p": self.p, "counts": counts}
+        if self.by == REQUEST:
+            return Slice(**made, requests=tuple(np.unique(table.request[self.inside]).tolist()))
+        values = _values(table, self.by)
+        inside = values[self.inside]
+        if inside.min() > values[~self.inside].max():
+            return Slice(**made, since=int(inside.min()))
+        return Slice(**made, until=int(inside.max()) + 1)
+
+
+def _values(table: Table, by: str) -> np.ndarray:
+    return {PLACE: table.place, ROUND: table.round, REQUEST: table.request, BESIDE: table.beside}[by]
+
+
+def _split(table: Table, by: str, telling: np.ndarray, departing: np.ndarray) -> _Split | None:
+    values = _values(table, by)
+    levels, level = np.unique(values[telling], return_inverse=True)
+    if len(levels) < 2 or np.isnan(values).any():
+        return None
+    sizes, found = np.bincount(level), np.bincount(level, departing, len(levels)).astype(int)
+    best_of = _best_of_requests if by == REQUEST else _best_of_order
+    ratios, chosen = best_of(found[None], sizes)
+    by_chance = _by_chance(best_of, sizes, int(departing.sum()))
+    p = 4 * (1 + int((by_chance >= ratios[0]).sum())) / (1 + DEALS)
+    inside = _inside(table, by, values, levels, chosen[0])
+    return _Split(by, inside, float(ratios[0] - by_chance.mean()), min(p, 1.0))
+
+
+def _inside(table: Table, by: str, values: np.ndarray, levels: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """The rounds [rounds] of the chosen levels; an order's slice begins and ends with a departing round."""
+    if by == REQUEST:
+        return np.isin(values, levels[chosen])
+    inside = (values >= levels[chosen].min()) & (values <= levels[chosen].max())
+    departing = values[inside & table.departing]
+    if chosen[-1]:
+        return values >= departing.min()
+    return values <= departing.max()
+
+
+# For deals [deals, levels] of departing rounds over levels of these sizes: the largest ratio of each [deals], and the levels
+# [deals, levels] on the side that departs more.
+Best = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+def _by_chance(best_of: Best, sizes: np.ndarray, departing: int) -> np.ndarray:
+    """The largest ratio of each random deal [DEALS], a few deals at a time."""
+    random, at_once = np.random.default_rng(0), max(1, LEVELS_AT_ONCE // len(sizes))
+    ratios = []
+    for start in range(0, DEALS, at_once):
+        deals = min(at_once, DEALS - start)
+        dealt = random.multivariate_hypergeometric(sizes, departing, deals, method="marginals")
+        ratios.append(best_of(dealt, sizes)[0])
+    return np.concatenate(ratios)
+
+
+def _best_of_order(dealt: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Levels in their order, split at one place."""
+    passed, rounds = dealt.cumsum(-1), sizes.cumsum()
+    ratios = _ratios(passed, rounds)[:, :-1]
+    place = ratios.argmax(-1)[:, None]
+    low = np.arange(len(sizes)) <= place
+    low_departing = np.take_along_axis(passed, place, -1)
+    low_share = low_departing / rounds[place]
+    high_share = (passed[:, -1:] - low_departing) / (rounds[-1] - rounds[place])
+    return ratios.max(-1), np.where(low_share > high_share, low, ~low)
+
+
+def _best_of_requests(dealt: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Requests, split into those that depart more and the others."""
+    order = np.argsort(-dealt / sizes, -1, kind="stable")
+    passed = np.take_along_axis(dealt, order, -1).cumsum(-1)
+    ratios = _ratios(passed, sizes[order].cumsum(-1))[:, :-1]
+    rank = np.argsort(order, -1)
+    return ratios.max(-1), rank <= ratios.argmax(-1)[:, None]
+
+
+def _ratios(departing: np.ndarray, rounds: np.ndarray) -> np.ndarray:
+    """Log likelihood of two shares over that of one, for each split of levels [..., levels], from sums up to each level."""
+    others, rest = departing[..., -1:] - departing, rounds[..., -1:] - rounds
+    whole = _likelihood(departing[..., -1:], rounds[..., -1:])
+    return _likelihood(departing, rounds) + _likelihood(others, rest) - whole
+
+
+def _likelihood(departing: np.ndarray, rounds: np.ndarray) -> np.ndarray:
+    """Of a share of departing rounds, at its best value."""
+    return xlogy(departing, departing) + xlogy(rounds - departing, rounds - departing) - xlogy(rounds, rounds)
+
+
+def parts(table: Table, most: int = 12) -> dict[str, list[dict]]:
+    """How often rounds depart by place, round, request and company, for the figures of stage 09.
+
+    Args:
+        most: parts of an order, each with about as many rounds that can tell; requests are given one by one.
+    Returns:
+        {by: [{"from", "to", "rounds": that can tell, "departing"}]}; an order that the run does not tell is left out.
+    """
+    telling = np.flatnonzero(table.can_tell())
+    found = {}
+    for by in (PLACE, ROUND, REQUEST, BESIDE):
+        values = _values(table, by)[telling]
+        if not len(values) or np.isnan(values).any():
+            continue
+        levels = np.unique(values)
+        pieces = len(levels) if by == REQUEST else min(most, len(levels))
+        edges = (
+            np.unique(np.quantile(values, np.linspace(0, 1, pieces + 1), method="lower")) if by != REQUEST else levels
+        )
+        part = np.searchsorted(edges, values, side="right") - 1
+        part = part.clip(0, len(edges) - (1 if by == REQUEST else 2) if len(edges) > 1 else 0)
+        found[by] = [_part(values[part == n], table.departing[telling][part == n]) for n in np.unique(part)]
+    return found
+
+
+def _part(values: np.ndarray, departing: np.ndarray) -> dict:
+    return {
+        "from": int(values.min()),
+        "to": int(values.max()),
+        "rounds": len(values),
+        "departing": int(departing.sum()),
+    }
