@@ -10,16 +10,15 @@ speculation lose even when every draft that should be accepted is accepted.
 The rules and the source of each threshold are in docs/faults.md.
 """
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
 from scipy import stats
 
 from . import slices, suspects
-from .acceptance import bootstrap, curve, request_counts, summary
+from .acceptance import curve, request_counts, summary
 from .errors import Eagle3Error
-from .evidence import FALSE_ALARM, NOISE, Evidence, Table, agreement, mean_by_request, ratio, surely_more
+from .evidence import FALSE_ALARM, NOISE, Evidence, Table, agreement, surely_more
 from .faults import FAULTS
 from .faults import HEALTHY as CORRECT
 from .rounds import NOT_TOLD
@@ -581,7 +580,7 @@ def _fault(case: _Case, best: Fit, ties: list[str], where: slices.Slice | None =
     if best.name in FAULTS:
         entry = FAULTS[best.name]
         remedy = f" Confirm with: {entry.experiment}." if ties else f" Remedy: {entry.remedy}."
-    place = "" if where is None else f" {_place_words(case, where)}"
+    place = "" if where is None else f" {_place_words(case, where, 'It holds')}"
     return case.verdict(
         FAULT,
         f"{_rates(case)}. Engine fault: {best.name}.{place} It {explains}, and of all {best.rounds} rounds that can tell it "
@@ -592,25 +591,40 @@ def _fault(case: _Case, best: Fit, ties: list[str], where: slices.Slice | None =
     )
 
 
-def _place_words(case: _Case, where: slices.Slice) -> str:
+def _place_words(case: _Case, where: slices.Slice, said: str) -> str:
     inside, outside = where.counts["inside"], where.counts["outside"]
-    return (
-        f"It holds {where.words(case.table.requests)}: {inside[0]} of {inside[1]} rounds that can tell depart there, and "
-        f"{outside[0]} of {outside[1]} elsewhere."
-    )
+    counts = f"{inside[0]} of {inside[1]} rounds that can tell depart, and {outside[0]} of {outside[1]} elsewhere"
+    return f"{said} {where.words(case.table.requests)}: {counts}."
 
 
 def _partial(case: _Case) -> Verdict | None:
     """The verdict on a fault that holds in a part of the run; None where no part without departing rounds is found."""
     table = case.table
     where = slices.find(table, case.noise)
+    if where is not None:
+        begins = where.by == slices.PLACE and where.since is not None
+        named = _named(table, table.counts | table.since if begins else table.counts, where.inside, case.dtype)
+        if named and _severity(named[0].name) != "precision":
+            return _fault(case, *named, where)
+    by_request = _in_requests(case)
+    if by_request is not None:
+        return by_request
+    return _outside(case, where.inside, where) if where is not None else None
+
+
+def _in_requests(case: _Case) -> Verdict | None:
+    """A fault that explains the requests in which rounds depart, and would have shown in the others; None without one."""
+    table = case.table
+    where = slices.departing_requests(table)
     if where is None:
         return None
-    counts = table.counts | table.since if where.by == slices.PLACE and where.since is not None else table.counts
-    named = _named(table, counts, where.inside, case.dtype)
-    if named and _severity(named[0].name) != "precision":
-        return _fault(case, *named, where)
-    return _outside(case, where.inside, where)
+    named = _named(table, table.counts, where.inside, case.dtype)
+    if named is None or _severity(named[0].name) == "precision":
+        return None
+    elsewhere = Fit.of(table, named[0].name, table.counts[named[0].name], ~where.inside)
+    if not elsewhere.excluded(case.noise):
+        return None
+    return _fault(case, *named, where)
 
 
 def _outside(case: _Case, inside: np.ndarray, where: slices.Slice | None = None) -> Verdict:
@@ -626,7 +640,7 @@ def _outside(case: _Case, inside: np.ndarray, where: slices.Slice | None = None)
     if like and like.explained > like.spoiled:
         most_like = f" Most like {like.name}, which explains {like.explained} of the {like.departing} departing rounds"
         most_like += f" and contradicts {like.spoiled} others." if like.spoiled else "."
-    place = "" if where is None else f" {_place_words(case, where)}"
+    place = "" if where is None else f" {_place_words(case, where, 'Rounds depart')}"
     size = (
         f"{departing} of {compared} rounds depart from a correct engine, where rounding in {case.dtype} explains "
         f"{case.noise:.1%} of those that can tell"
@@ -660,7 +674,7 @@ def judge_histograms(drafter: str, positions: int, requests: list[dict], dtype: 
     histograms = [_padded(request["histogram"], positions) for request in requests]
     rounds = [np.repeat(np.arange(positions + 1), histogram).tolist() for histogram in histograms]
     correct = [request["own_rounds"][CORRECT] for request in requests]
-    evidence = {"engine": summary(rounds, positions), "replay": summary(correct, positions)}
+    evidence: dict = {"engine": summary(rounds, positions), "replay": summary(correct, positions)}
     unlike, telling = {}, {}
     for name in requests[0]["own_rounds"]:
         own = [np.bincount(request["own_rounds"][name], minlength=positions + 1) for request in requests]
@@ -784,16 +798,16 @@ def speed(plain: list[dict], speculative: list[dict], correct_length: float | No
     step = np.median([run["seconds"] / run["tokens"] for run in plain])
     round_ = np.median([run["seconds"] / run["rounds"] for run in speculative])
     length = float(np.median([run["tokens"] / run["rounds"] for run in speculative]))
-    ratio = float(round_ / step)
+    cost = float(round_ / step)
     result = {
-        "step_ratio": ratio,
-        "break_even_length": ratio,
+        "step_ratio": cost,
+        "break_even_length": cost,
         "mean_length": length,
-        "throughput_ratio": length / ratio,
+        "throughput_ratio": length / cost,
         "repeats": [len(plain), len(speculative)],
     }
     if correct_length:
-        result |= {"from_acceptance": length / correct_length, "from_cost": correct_length / ratio}
+        result |= {"from_acceptance": length / correct_length, "from_cost": correct_length / cost}
     return result
 
 

@@ -9,7 +9,7 @@ explain and whose other side is as a healthy engine's.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import xlogy
@@ -28,12 +28,12 @@ class Slice:
 
     by: one of PLACE, ROUND, REQUEST, BESIDE. since, until: the first value inside, and the first one past it; None where the
     slice is open. requests: indices of its requests, where it is made of requests. inside: [rounds] of the table. p: of the
-    permutation test, for all four orders together. counts: departing rounds and rounds that can tell, inside and outside.
+    permutation test, for all four orders together; None where none was made. counts: departing rounds and rounds that can tell, inside and outside.
     """
 
     by: str
     inside: np.ndarray
-    p: float
+    p: float | None
     counts: dict[str, tuple[int, int]]
     since: int | None = None
     until: int | None = None
@@ -76,6 +76,24 @@ def find(table: Table, noise: float) -> Slice | None:
     return None
 
 
+def departing_requests(table: Table) -> Slice | None:
+    """The requests in which any round departs, for a fault that is to explain them all; None where too little lies outside."""
+    some = table.by_request(table.departing) > 0
+    inside = some[table.request]
+    counts = _counts(table, inside)
+    if not some.any() or counts["outside"][1] < LEAST_CLEAN:
+        return None
+    return Slice(REQUEST, inside, None, counts, requests=tuple(np.flatnonzero(some).tolist()))
+
+
+def _counts(table: Table, inside: np.ndarray) -> dict[str, tuple[int, int]]:
+    tells, departs = table.can_tell(), table.departing
+    return {
+        name: (int((departs & side).sum()), int((tells & side).sum()))
+        for name, side in (("inside", inside), ("outside", ~inside))
+    }
+
+
 @dataclass
 class _Split:
     """One order's best split."""
@@ -86,24 +104,20 @@ class _Split:
     p: float
 
     def slice(self, table: Table, noise: float) -> Slice | None:
-        tells, departs = table.can_tell(), table.departing
-        counts = {
-            name: (int((departs & side).sum()), int((tells & side).sum()))
-            for name, side in (("inside", self.inside), ("outside", ~self.inside))
-        }
+        counts = _counts(table, self.inside)
         departing, rounds = counts["outside"]
         if rounds < LEAST_CLEAN or surely_more(departing, rounds, noise):
             return None
         if not surely_more(*counts["inside"], noise):
             return None
-        made = {"by": self.by, "inside": self.inside, "p": self.p, "counts": counts}
+        found = Slice(self.by, self.inside, self.p, counts)
         if self.by == REQUEST:
-            return Slice(**made, requests=tuple(np.unique(table.request[self.inside]).tolist()))
+            return replace(found, requests=tuple(np.unique(table.request[self.inside]).tolist()))
         values = _values(table, self.by)
         inside = values[self.inside]
         if inside.min() > values[~self.inside].max():
-            return Slice(**made, since=int(inside.min()))
-        return Slice(**made, until=int(inside.max()) + 1)
+            return replace(found, since=int(inside.min()))
+        return replace(found, until=int(inside.max()) + 1)
 
 
 def _values(table: Table, by: str) -> np.ndarray:

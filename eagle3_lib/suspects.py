@@ -34,7 +34,7 @@ FALSE_ALARM = 0.01  # of one drafter, over all its suspects
 # for 1,000,000) draft almost alike, and one of them may suit the text at hand a little better than the one of training;
 # less than this is not worth another checkpoint, even where it is sure.
 LEAST_GAIN = 0.05
-LEAST_REQUESTS = 8  # with fewer, a bootstrap over requests says little: one text can carry the whole gain
+LEAST_REQUESTS = 4  # with fewer, a bootstrap over requests says little: one text can carry the whole gain
 # Only rounds that start before this slot count. In longer contexts than it was trained on, a drafter can draft better under
 # another rope than its own: one trained on texts of 512 tokens did so at 4,000 (benchmarks/results/healthy_zoo.json).
 SHORT = 1024

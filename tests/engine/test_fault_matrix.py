@@ -13,11 +13,14 @@ FILE = Path(__file__).parents[2] / "benchmarks" / "fault_matrix.py"
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory, target_folder):
     pytest.importorskip("vllm")
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.syspath_prepend(FILE.parent)  # of its sibling engine_runs
     spec = importlib.util.spec_from_file_location("fault_matrix", FILE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.RUNS = str(tmp_path_factory.mktemp("fault_matrix"))
-    return module
+    yield module
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("fault", ["boundaries +1", "positions not advanced"])

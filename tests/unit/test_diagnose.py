@@ -63,7 +63,7 @@ def test_false_alarms_of_a_healthy_engine():
         correct = rounds_of(random, 12, 0.4)
         shares = {f"fault {i}": share for i, share in enumerate((0.01, 0.02, 0.05, 0.1, 0.2, 0.5))}
         hypotheses = {name: disturbed(random, correct, share) for name, share in shares.items()}
-        verdict = diagnose.judge(replay_of(disturbed(random, correct, 0.02), correct, hypotheses))
+        verdict = diagnose.judge(replay_of(disturbed(random, correct, 0.011), correct, hypotheses))
         alarms += verdict.kind in (diagnose.FAULT, diagnose.UNKNOWN, diagnose.SMALL, diagnose.CONFIG)
     assert alarms <= 0.01 * runs
 
@@ -502,7 +502,7 @@ def test_where_most_rounds_accept_nothing_a_hypothesis_that_accepts_nothing_expl
     replay = replay_of(engine, correct, {"dead": dead, "near": near}) | {"dtype": "float32"}
     verdict = diagnose.judge(replay)
     assert verdict.kind == diagnose.UNKNOWN and verdict.fault is None
-    assert np.mean([a == b for ours, theirs in zip(engine, dead, strict=True) for a, b in zip(ours, theirs)]) > 0.95
+    assert np.mean([count == 0 for some in engine for count in some]) > 0.95  # as "dead" predicts
     reproduced = {row["hypothesis"]: row["value"] for row in verdict.evidence["ranking"]}
     assert reproduced["dead"] < 0.8  # of the rounds that can tell
 

@@ -128,8 +128,8 @@ def test_false_alarms_of_chance_are_below_one_percent():
 
 
 def test_suspects_that_rounds_do_not_tell_apart_are_named_beside(recorded):
-    correct = [[0] * 40 for _ in range(6)]
-    better, as_good = ([[1] * 20 + [0] * 20 for _ in range(6)], [[0] * 20 + [1] * 20 for _ in range(6)])
+    correct = [[0] * 40 for _ in range(8)]
+    better, as_good = ([[1] * 20 + [0] * 20 for _ in range(8)], [[0] * 20 + [1] * 20 for _ in range(8)])
     best = suspects.clearly_better(suspects.score({"a": better, "b": as_good, "c": correct}, correct))
     assert best["name"] in "ab" and best["ties"] == [({"a", "b"} - {best["name"]}).pop()]
 
