@@ -14,12 +14,15 @@ import argparse
 import datetime
 import functools
 import json
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from eagle3_lib import checkpoint, faults, measured, suspects, targets
 from eagle3_lib.drafter import Drafter
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.provenance import hardware, project_path, short_path, versions, write_json
+from eagle3_lib.provenance import hardware, project_path, versions, write_json
 
 RECORDS = "runs/engine_runs/config"
 RESULT = "benchmarks/results/config_suspect.json"
@@ -98,16 +101,15 @@ def main() -> None:
     parser.add_argument("--records", default=RECORDS, help="folder of the engine's records")
     parser.add_argument("--out", default=RESULT)
     options = parser.parse_args()
-    rows, right_ones = [], []
-    for path in sorted(project_path(options.records).glob("*/*.json")):
-        record = json.loads(path.read_text())
-        if "served" not in record:
-            continue
-        rows.append(judged(record))
-        print(json.dumps({"record": short_path(path)} | rows[-1]), flush=True)
-    for name in HEALTHY:
-        right_ones.append(healthy(name))
-        print(json.dumps(right_ones[-1]), flush=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    records = [json.loads(path.read_text()) for path in sorted(project_path(options.records).glob("*/*.json"))]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        served = [record for record in records if "served" in record]
+        right_found = pool.map(healthy, HEALTHY)
+        rows = list(pool.map(judged, served))
+        right_ones = list(right_found)
+    for row in [*rows, *right_ones]:
+        print(json.dumps(row), flush=True)
     result = {
         "command": "python benchmarks/config_suspect.py",
         "date": datetime.date.today().isoformat(),

@@ -15,17 +15,33 @@ START, END = "| what | result | data |\n|---|---|---|\n", "\n\n"
 
 
 def fault_matrix(data: dict) -> tuple[str, str]:
-    rows, ties = data["rows"], [row for row in data["rows"] if row["tie_with"]]
+    rows = data["rows"]
     alarms = data["healthy_false_alarms"] or "no"
     return (
         f"faults injected into the running engine, {min(r['rounds'] for r in [*rows, *data['healthy']])} rounds or more each",
-        f"{data['first_or_tied']} of {len(rows)} ranked first; {_ties(len(ties))}; "
+        f"{data['first_or_tied']} of {len(rows)} ranked first or tied, {data['named']} named, {data['wrong_names']} named wrongly; "
         f"{alarms} alarm on {len(data['healthy'])} healthy runs",
     )
 
 
-def _ties(count: int) -> str:
-    return {0: "no tie", 1: "the one tie is named"}.get(count, f"the {count} ties are named")
+def outside_catalogue(data: dict) -> tuple[str, str]:
+    partial = data["partial"]
+    pairs = len({row["pair"] for row in data["rows"]})
+    return (
+        f"{data['faults']} faults that the catalogue does not have, {pairs} pairs of drafter and texts; faults that begin at token "
+        f"60 or hold in half of the requests",
+        f"{data['wrong_names']} wrong names, {data['called_healthy']} called healthy; {partial['named_with_its_place']} of "
+        f"{partial['runs']} named with their place",
+    )
+
+
+def config_suspect(data: dict) -> tuple[str, str]:
+    return (
+        f"wrong values in config.json that the engine obeys: {len({row['config'] for row in data['rows']})}, on "
+        f"{len({row['pair'] for row in data['rows']})} pairs of drafter and texts",
+        f"{data['right']} of {len(data['rows'])} named with the right field, {data['wrong']} with another; "
+        f"{data['false_alarms'] or 'no'} alarm on {len(data['healthy'])} healthy drafters",
+    )
 
 
 def weak_or_broken(data: dict) -> tuple[str, str]:
@@ -105,6 +121,8 @@ def tp_agreement(data: dict) -> tuple[str, str]:
 # Each function reads benchmarks/results/ITS_NAME.json; the page tells more.
 ROWS: list[tuple[Callable[[dict], tuple[str, str]], str]] = [
     (fault_matrix, "docs/faults.md"),
+    (outside_catalogue, "docs/faults.md"),
+    (config_suspect, "docs/faults.md"),
     (weak_or_broken, ""),
     (healthy_zoo, "docs/faults.md"),
     (losslessness, "docs/faults.md"),

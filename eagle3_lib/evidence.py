@@ -18,7 +18,7 @@ from .rounds import comparable
 
 COUNTS = np.int16  # of accepted drafts; -1 where a request does not have the hypothesis
 # Share of the rounds that can tell in which a healthy engine departs from the replay at most, by the coarser dtype of the
-# two: rounding turns near ties. Measured in benchmarks/results/healthy_zoo.json (the real vLLM on a CPU): float32 0 of 9,700
+# two: rounding turns near ties. Measured in benchmarks/results/healthy_zoo.json (the real vLLM on a CPU): float32 0 of 10,200
 # such rounds, bfloat16 15 of 741 (2.0 %, 4 of 83 at most in one run). On an H200 a bfloat16 SGLang departed in 4 of its 640
 # rounds. float16 has 3 bits more than bfloat16.
 NOISE = {"float32": 0.001, "float16": 0.01, "bfloat16": 0.03}

@@ -218,14 +218,14 @@ def test_the_audit_names_a_value_from_held_out_answers(recorded, tmp_path):
     (tmp_path / "answers").mkdir()
     rows = [
         Answer(str(i), "held_out", "", r["prompt_ids"], r["output_ids"], "", "stop", 0.0)
-        for i, r in enumerate(recorded.record["requests"][1:4])
+        for i, r in enumerate(recorded.record["requests"][1:7])
     ]
     write_parquet(rows, tmp_path / "answers" / "samples.parquet")
     folder = tmp_path / "drafter"
     wrong = faults.variant(recorded.drafter, norm_before_residual=True)
     checkpoint.save(wrong, folder, torch.float32)
-    report = audited(tmp_path, folder, answers=2)
-    assert (report["config"]["answers"], report["config"]["slots"]) == (2, 240)
+    report = audited(tmp_path, folder, answers=4)
+    assert (report["config"]["answers"], report["config"]["slots"]) == (4, 436)
     assert report["config"]["suspect"]["field"] == "norm_before_residual" and report["worst"] == "wrong"
     finding = next(f for f in report["findings"] if f["rule"] == "config_value")
     assert "cp -rL" in finding["remedy"] and '{"norm_before_residual": false' in finding["remedy"]
