@@ -66,6 +66,22 @@ def site(tmp_path_factory):
         plots.acceptance_curves(report.curve_rows(replays)),
         plots.acceptance(report.acceptance_rows(replays)),
         plots.agreement(engine["verdicts"][0]["evidence"]["ranking"]),
+        plots.losses([{"drafter": "finetuned"} | dict.fromkeys(plots.LOSSES, 1 / len(plots.LOSSES))]),
+        plots.departures(
+            [
+                {
+                    "by": by,
+                    "from": 20 * part,
+                    "to": 20 * part + 19,
+                    "rounds": 40,
+                    "departing": 10 * part,
+                    "share": part / 4,
+                }
+                for by in ("place", "round", "request")
+                for part in range(4)
+            ],
+            {"by": "place", "since": 40, "until": None, "requests": None},
+        ),
         plots.round_strip(request),
         plots.rounds_over_text(request, [f" word{i}" for i in range(request["output_length"])]),
         plots.throughput(engine["speedup"]),
