@@ -16,14 +16,15 @@ import numpy as np
 from scipy import special
 
 RESAMPLES = 2000
+Counts = Sequence[int] | np.ndarray  # of the rounds of one request
 
 
-def position_counts(rounds: Sequence[int], positions: int) -> np.ndarray:
+def position_counts(rounds: Counts, positions: int) -> np.ndarray:
     """[positions] rounds in which each position was accepted."""
     return (np.asarray(rounds, dtype=int)[:, None] > np.arange(positions)).sum(0)
 
 
-def request_counts(requests: Sequence[Sequence[int]], positions: int) -> np.ndarray:
+def request_counts(requests: Sequence[Counts], positions: int) -> np.ndarray:
     """[requests, 1 + positions] the number of rounds, then the accepted count of each position."""
     return np.array([[len(rounds), *position_counts(rounds, positions)] for rounds in requests], dtype=float)
 
@@ -84,9 +85,7 @@ def _plain(value) -> float | list[float]:
     return np.asarray(value, dtype=float).round(6).tolist()
 
 
-def summary(
-    requests: Sequence[Sequence[int]], positions: int, drafted: Sequence[Sequence[int] | None] | None = None
-) -> dict:
+def summary(requests: Sequence[Counts], positions: int, drafted: Sequence[Counts | None] | None = None) -> dict:
     """Everything a report says about one run's acceptance.
 
     Args:
@@ -97,9 +96,11 @@ def summary(
         counts, and intervals as :func:`bootstrap`, whose values are None where there was no round.
     """
     drafted = [None] * len(requests) if drafted is None else drafted
-    known = [[positions] * len(r) if some is None else some for some, r in zip(drafted, requests, strict=True)]
-    rounds = [[a for a, d in zip(*pair, strict=True) if d] for pair in zip(requests, known, strict=True)]
-    counts, drafts = request_counts(rounds, positions), np.array([sum(some) for some in known], float)
+    parts = [_drafting(*pair, positions) for pair in zip(requests, drafted, strict=True)]
+    counts = (
+        np.concatenate([request_counts([accepted], positions) for accepted, _ in parts]) if parts else np.zeros((0, 0))
+    )
+    drafts = np.array([total for _, total in parts], float)
     result: dict = {
         "requests": len(requests),
         "rounds": int(counts[:, 0].sum()) if len(counts) else 0,
@@ -117,6 +118,15 @@ def summary(
         "acceptance_rate": bootstrap(acceptance_rate, counts, drafts),
         "mean_length": bootstrap(mean_length, counts),
     }
+
+
+def _drafting(accepted: Counts, drafted: Counts | None, positions: int) -> tuple[np.ndarray, int]:
+    """Accepted counts of the rounds of a request that drafted anything, and all its drafts."""
+    counts = np.asarray(accepted, np.int16)
+    if drafted is None:
+        return counts, positions * len(counts)
+    drafts = np.asarray(drafted, np.int16)
+    return counts[drafts > 0], int(drafts.sum())
 
 
 def paired_length_difference(ours: Sequence[Sequence[int]], others: Sequence[Sequence[int]], positions: int) -> dict:

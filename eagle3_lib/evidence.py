@@ -17,6 +17,7 @@ from .faults import HEALTHY as CORRECT
 from .rounds import comparable
 
 COUNTS = np.int16  # of accepted drafts; -1 where a request does not have the hypothesis
+PLACES = np.int32  # of requests, slots and rounds
 # Share of the rounds that can tell in which a healthy engine departs from the replay at most, by the coarser dtype of the
 # two: rounding turns near ties. Measured in benchmarks/results/healthy_zoo.json (the real vLLM on a CPU): float32 0 of 10,200
 # such rounds, bfloat16 15 of 741 (2.0 %, 4 of 83 at most in one run). On an H200 a bfloat16 SGLang departed in 4 of its 640
@@ -81,21 +82,18 @@ class Table:
             kept = [number for number, row in enumerate(rows) if comparable(row)]
             some = [rows[number] for number in kept]
             start = request.get("prompt_length", 1)
-            columns["request"].append(np.full(len(some), index))
-            columns["round"].append(np.array(kept, int))
-            for name, missing in (("slot", 0), ("engine", 0), ("drafted", 0), ("outside", False)):
-                columns[name].append(np.array([row.get(name, missing) for row in some], int))
-            columns["place"].append(columns["slot"][-1] - start)
+            columns["request"].append(np.full(len(some), index, PLACES))
+            columns["round"].append(np.array(kept, PLACES))
+            for name, kind in (("slot", PLACES), ("engine", COUNTS), ("drafted", COUNTS), ("outside", bool)):
+                columns[name].append(np.array([row.get(name, 0) for row in some], kind))
+            columns["place"].append(columns["slot"][-1] - PLACES(start))
             of_correct = {CORRECT: [row["replay"] for row in rows]}
             counts.add(of_correct | request.get("hypotheses", {}), kept)
             suspects.add(request.get("suspects", {}), kept)
             since.add(request.get("since", {}), kept)
             times.append(_times(request))
-        joined = {
-            name: np.concatenate(parts) if parts else np.zeros(0, int) for name, parts in columns.items() if parts
-        }
+        joined = {name: np.concatenate(columns.pop(name)) for name in list(columns) if columns[name]}
         joined["beside"] = _beside(times, joined["request"], joined["place"])
-        joined["outside"] = joined["outside"].astype(bool)
         return cls(
             **joined, counts=counts.joined(), suspects=suspects.joined(), since=since.joined(), requests=index + 1
         )
@@ -114,8 +112,10 @@ class _Named:
         self.sizes.append(len(kept))
 
     def joined(self) -> dict[str, np.ndarray]:
+        """Whole columns; the parts of each are let go as soon as it is whole."""
         found = {}
-        for name, parts in self.parts.items():
+        for name in list(self.parts):
+            parts = self.parts.pop(name)
             whole = [parts.get(index, np.full(size, -1, COUNTS)) for index, size in enumerate(self.sizes)]
             found[name] = np.concatenate(whole)
         return found
@@ -135,12 +135,12 @@ def _beside(times: list[tuple | None], request: np.ndarray, place: np.ndarray) -
     The tokens of an answer are taken as evenly spaced in time.
     """
     if not times or any(some is None for some in times):
-        return np.full(len(request), np.nan)
+        return np.full(len(request), np.nan, np.float32)
     first, last, length = (np.array(column, float) for column in zip(*times, strict=True))
     when = first[request] + (last - first)[request] * (place + 1) / np.maximum(length[request], 1)
     begun = np.searchsorted(np.sort(first), when, side="right")
     ended = np.searchsorted(np.sort(last), when, side="left")
-    return (begun - ended - 1).clip(0).astype(float)
+    return (begun - ended - 1).clip(0).astype(np.float32)
 
 
 @dataclass
@@ -155,10 +155,10 @@ class Evidence:
 
     replay: dict
     table: Table
-    engine_rounds: list[list[int]]
-    drafted: list[list[int] | None]
-    replay_rounds: list[list[int]]
-    replay_drafted: list[list[int] | None]
+    engine_rounds: list[np.ndarray]
+    drafted: list[np.ndarray | None]
+    replay_rounds: list[np.ndarray]
+    replay_drafted: list[np.ndarray | None]
     left_out: dict[str, int]
     unjudged: dict[str, str]
     tokens: int
@@ -183,7 +183,8 @@ class Evidence:
             left_out["without drafts"] += request.get("without_drafts", 0)
             left_out["without drafts"] += sum(row.get("drafted") == 0 for row in rows)
             for name, of in rounds.items():
-                of.append(request.get(name))
+                counts = request.get(name)
+                of.append(None if counts is None else np.array(counts, COUNTS))
             if "lossless" in request and "output_length" in request:
                 tokens += request["output_length"]
                 not_greedy += request["lossless"]
@@ -223,7 +224,9 @@ class Evidence:
             "ranking": [],  # of the hypotheses, where these rounds can rank them
             "left_out": self.left_out,
             "unjudged": self.unjudged,
-            "most_drafted": max((max(some) for some in self.drafted if some), default=None),
+            "most_drafted": max(
+                (int(some.max()) for some in self.drafted if some is not None and len(some)), default=None
+            ),
             "tokens_not_greedy": greedy if self.tokens else {},
         }
 
