@@ -100,9 +100,9 @@ def test_the_report_is_self_contained(run):
     assert len(list(REPORT.glob("*.html"))) == 14  # nine stages; audit and replay twice, benchmark four times
     fetched = re.findall(r"(?:src|href)=[\"'](https?:[^\"']+)", page)
     assert not [url for url in fetched if url.endswith((".js", ".css"))] and "<script src" not in page
-    # curves, lengths and rates, hypotheses of two drafters, throughput, latency, step time, break-even, profile, communication,
+    # curves, lengths and rates, losses, hypotheses of two drafters, throughput, latency, step time, break-even, profile, communication,
     # answers, vocabulary, training
-    assert page.count('role="img"') == 13
+    assert page.count('role="img"') == 14
     assert str(ROOT) not in page and 'aria-label="Line charts. base engine position 1' in page
 
 
