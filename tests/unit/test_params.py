@@ -5,7 +5,7 @@ import yaml
 
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import STAGES, BenchmarkParams, Run, TrainParams
-from eagle3_lib.provenance import ROOT
+from eagle3_lib.paths import ROOT
 
 
 def write(tmp_path, text):
