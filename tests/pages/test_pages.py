@@ -7,6 +7,7 @@ import browser
 import pytest
 from nbformat import v4
 
+from eagle3_lib.engines import timing
 from eagle3_lib.paths import ROOT
 from eagle3_lib.reports import plots, publish, report
 from eagle3_lib.reports.runs_index import write_index
@@ -87,8 +88,8 @@ def site(tmp_path_factory):
         plots.rounds_over_text(request, [f" word{i}" for i in range(request["output_length"])]),
         plots.throughput(engine["speedup"]),
         plots.throughput_by_concurrency(levels),
-        plots.latency({mode: report.latency(run) for mode, run in runs.items()}),
-        plots.step_times({mode: report.step_time(runs[mode]) for mode in ("plain", "base", "finetuned")}),
+        plots.latency({mode: timing.latency(run) for mode, run in runs.items()}),
+        plots.step_times({mode: timing.step_time(runs[mode]) for mode in ("plain", "base", "finetuned")}),
         plots.break_even(break_even.of_run(4, [0.7, 0.5, 0.3, 0.2], {"1": 1.5, "8": 2.0})),
         plots.profile(published["profile"]),
         plots.training(log, published["training"]["evaluations"]),

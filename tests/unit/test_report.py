@@ -189,11 +189,11 @@ def test_the_measured_break_even_decides_what_is_weak(monkeypatch):
     monkeypatch.setattr(report, "measured", SimpleNamespace(read=lambda _: run))
     monkeypatch.setattr(report, "replayed", SimpleNamespace(read=lambda _: replay))
     monkeypatch.setattr(stage.diagnose, "check_same", lambda *_: None)
-    monkeypatch.setattr(report.break_even, "of_run", lambda *_: {})
+    monkeypatch.setattr(stage.break_even, "of_run", lambda *_: {})
     for name in ("speedup", "by_concurrency", "latency", "step_time", "round_costs", "_tokens"):
         monkeypatch.setattr(report, name, lambda *_: {})
     for length, kind in ((2.5, diagnose.HEALTHY), (3.5, diagnose.WEAK)):  # a correct engine makes 2.99 tokens a round
-        monkeypatch.setattr(report, "cost", lambda *_, length=length: {"break_even_length": length})
+        monkeypatch.setattr(stage, "cost", lambda *_, length=length: {"break_even_length": length})
         (verdict,) = stage._engine(stage.Path("nowhere"), "vllm", ["drafter"])["verdicts"]
         assert verdict["kind"] == kind and verdict["evidence"]["break_even_length"] == length
 
