@@ -330,12 +330,14 @@ def audit(
         f"{boundaries['trained']}, captured {boundaries['captured']}"
     )
     for finding in report["findings"]:
-        typer.echo(f"{finding['severity']:8}{finding['rule']}: {finding['what']}")
-        typer.echo(f"{'':8}remedy: {finding['remedy']} ({finding['source']})")
+        typer.echo(f"{finding['severity']:8}{finding['rule']}: {finding['what']} ({finding['source']})")
+        if finding["severity"] != "ok":
+            typer.echo(f"{'':8}remedy: {finding['remedy']}")
     if matrix:
         from .reports import audit_tables
 
         typer.echo(audit_tables.table(report["matrix"]).T.to_string())
+        typer.echo("* the runner that this version takes for this target by itself")
     if report["worst"] in ("wrong", "fails"):
         raise typer.Exit(1)
 
@@ -375,7 +377,8 @@ def export(
     dtype = loaded.drafter.fc.weight.dtype if stored is None else stored.dtype
     for note in loaded.conversions:
         typer.echo(f"read as: {note}")
-    typer.echo(exports.export(loaded.drafter, out, engine, version, target_config, dtype))
+    folder = exports.export(loaded.drafter, out, engine, version, target_config, dtype)
+    typer.echo(os.path.relpath(folder))
 
 
 def _list_faults(wanted: bool) -> None:
@@ -406,9 +409,9 @@ def shim(
         ),
     ] = False,
 ) -> None:
-    """Write a copy of a drafter that makes a real engine show a fault.
+    """Write a drafter that makes a real engine show a fault.
 
-    It shows what the verdict says of that engine. A fault is a shim (config.json or tensors of the copy are edited; any engine can serve it) or a patch of vLLM's worker
+    It is a copy of DRAFTER, to see what the verdict says of such an engine. A fault is a shim (config.json or tensors of the copy are edited; any engine can serve it) or a patch of vLLM's worker
     process (the copy is unchanged; --worker-extension-cls of `vllm serve` applies the patch).
 
     \b
@@ -425,7 +428,8 @@ def shim(
 
     injection = shims.named(fault)
     _refuse_full(out)
-    typer.echo(shims.shim(drafter, fault, out, targets.resolve(target)))
+    folder = shims.shim(drafter, fault, out, targets.resolve(target))
+    typer.echo(os.path.relpath(folder))
     if injection.patch:
         typer.echo(f"an unchanged copy: serve it with --worker-extension-cls {shims.extension(fault)}")
 
