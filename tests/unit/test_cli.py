@@ -15,6 +15,7 @@ from eagle3_lib import cli
 from eagle3_lib.drafter import checkpoint
 from eagle3_lib.engines import shims
 from eagle3_lib.paths import ROOT
+from eagle3_lib.reports import publish
 from eagle3_lib.targets.targets import SMOLLM2
 from eagle3_lib.verdict import faults
 
@@ -105,6 +106,15 @@ def test_plan_of_the_quickstart_by_name_and_by_path(target_folder):
     by_path = eagle3("plan", ROOT / "params" / "quickstart.yaml").stdout
     arguments = "Engine arguments"  # above them stands how much of the disk is free at the moment
     assert by_path.partition(arguments)[2] == told.partition(arguments)[2]
+
+
+def test_publish_takes_a_folder_and_harmless_texts(monkeypatch):
+    called = []
+    monkeypatch.setattr(publish, "run", lambda *given: called.append(given) or ROOT / "pages" / "mine" / "index.html")
+    told = eagle3("publish", "mine", "--to", "pages", "--allow", "/home/ann", "--allow", "ann").stdout
+    assert told.endswith("pages/mine/index.html\n") and called == [("mine", "pages", ("/home/ann", "ann"))]
+    eagle3("publish", "mine")
+    assert called[1] == ("mine", "reports", ())
 
 
 def test_an_error_is_one_line_on_stderr():
