@@ -16,6 +16,7 @@ from .paths import ROOT, project_path, short_path
 
 if TYPE_CHECKING:
     from .params import ReplayParams, Run
+    from .results import StoredVerdict
 
 CATALOGUE = "## The catalogue\n\n"  # the heading under which a page holds the generated section
 
@@ -199,7 +200,7 @@ def diagnose(
             "dtype": dtype,
             "device": device,
         }
-        _diagnose_benchmark(ReplayParams.check(values, "eagle3 diagnose"), keep=out is not None)
+        _diagnose_benchmark(ReplayParams.check(values, "eagle3 diagnose"))
 
 
 def _label(folder: str) -> str:
@@ -208,49 +209,34 @@ def _label(folder: str) -> str:
     return "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "_" for c in name) or "drafter"
 
 
-def _diagnose_benchmark(params: "ReplayParams", keep: bool) -> None:
+def _diagnose_benchmark(params: "ReplayParams") -> None:
     from .engines import measured
-    from .files import write_json
     from .stages import replay
-    from .verdict.diagnose import judge
 
     engine = measured.read(params.benchmark).get("engine", "engine")
-    verdict = judge(replay.run(params)).as_dict()
-    if keep:
-        write_json(project_path(params.out) / "verdict.json", verdict)
-    _tell(engine, verdict)
+    replay.run(params)
+    _tell(engine, replay.verdict(params)["verdict"])
 
 
 def _diagnose_run(run: "Run") -> None:
-    """Stages 08 and 09 on what a run has measured; a report that cannot be made is told after the verdicts."""
+    """Stages 08 and 09 on what a run has measured."""
     from .params import DiagnoseParams
     from .stages import diagnose as report_stage
     from .stages import replay
-    from .verdict.diagnose import judge
 
     found = _measured(run)
-    verdicts = {pair: judge(replay.run(params)).as_dict() for pair, params in found.items()}
+    for (engine, _), params in found.items():
+        replay.run(params)
+        _tell(engine, replay.verdict(params)["verdict"])
     engines = [engine for engine in run.engines if any(engine == of for of, _ in found)]
-    drafters = [name for name in run.drafters if all((engine, name) in found for engine in engines)]
-    failure, together = None, []
-    try:
-        if not drafters:
-            raise Eagle3Error(f"{run.where}: no drafter was measured in each of the engines {', '.join(engines)}")
-        params = DiagnoseParams.check(run.flat("diagnose", engines=engines, drafters=drafters), run.where)
-        report = report_stage.run(params)
-    except Eagle3Error as error:
-        failure = error
-    else:  # stage 09 also knows what a round costs: its verdicts stand
-        for engine, result in report["engines"].items():
-            verdicts |= {(engine, verdict["drafter"]): verdict for verdict in result["verdicts"]}
-            together.append(f"{engine}  together: {result['together']['sentence']}")
-    for (engine, _), verdict in verdicts.items():
-        _tell(engine, verdict)
-    if failure:
-        raise Eagle3Error(f"no report: {failure}")
-    for sentence in together if len(drafters) > 1 else []:
-        typer.echo(sentence)
-    typer.echo(f"report: {short_path(project_path(params.out) / 'report.json')}")
+    of_report = DiagnoseParams.check(run.flat("diagnose", engines=engines), run.where)
+    report = report_stage.run(of_report)
+    for engine, result in report["engines"].items():
+        if len(result["verdicts"]) > 1:
+            typer.echo(f"{engine}  together: {result['together']['sentence']}")
+    for line in report["missing"]:
+        typer.echo(f"not in the report: {line}")
+    typer.echo(f"report: {short_path(project_path(of_report.out) / 'report.json')}")
 
 
 def _measured(run: "Run") -> dict[tuple[str, str], "ReplayParams"]:
@@ -276,7 +262,7 @@ def _measured(run: "Run") -> dict[tuple[str, str], "ReplayParams"]:
     return found
 
 
-def _tell(engine: str, verdict: dict) -> None:
+def _tell(engine: str, verdict: "StoredVerdict") -> None:
     typer.echo(f"{engine}  {verdict['kind']}: {verdict['sentence']}")
     for warning in verdict["warnings"]:
         typer.echo(f"  warning: {warning}")

@@ -93,7 +93,8 @@ def conditional_curve(requests: list[list[int]], positions: int) -> dict[str, li
         return np.divide(total[..., 1:], total[..., :-1], out=none, where=total[..., :-1] > 0)
 
     found = acceptance.bootstrap(rates, counts)
-    return {key: [*found[key], *[None] * (positions - reached)] for key in ("value", "low", "high")}
+    curves: dict[str, Any] = dict(found)
+    return {key: [*curves[key], *[None] * (positions - reached)] for key in ("value", "low", "high")}
 
 
 def acceptance_rows(replays: Mapping[str, Any]) -> list[dict[str, Any]]:
