@@ -194,7 +194,7 @@ def test_diagnose_a_run_with_what_the_quickstart_measured(tmp_path, target_folde
         folder = tmp_path / "benchmark" / "vllm" / mode
         folder.mkdir(parents=True)
         few = {"requests": measured["requests"][:6]}
-        (folder / "benchmark.json").write_text(json.dumps(measured | few))
+        (folder / "benchmark.json").write_text(json.dumps(measured | few | {"schema": 2}))
     of_stage = {"git": {}, "seconds": 1.0, "started": "2026-01-01T00:00:00+00:00"}
     for stage, notes in (("train", "training"), ("generate", "generated"), ("extract", "extracted")):
         (tmp_path / stage).mkdir()
