@@ -21,10 +21,10 @@ demo-broken: demo
 	$(BIN)/python workflow/run.py broken_engine
 
 plan: .venv/ready
-	$(BIN)/python -m eagle3_lib.plan $(RUN)
+	$(BIN)/python -m eagle3_lib.compat.plan $(RUN)
 
 publish: .venv/ready
-	$(BIN)/python -m eagle3_lib.publish $(RUN)
+	$(BIN)/python -m eagle3_lib.reports.publish $(RUN)
 
 # Jupyter refuses root without --allow-root, and in a container everybody is root.
 lab: .venv/ready

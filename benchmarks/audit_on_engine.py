@@ -18,9 +18,15 @@ from tempfile import TemporaryDirectory
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3_lib import audit, checkpoint, export, offline, replay, targets
-from eagle3_lib.drafter import Drafter
-from eagle3_lib.provenance import ROOT, hardware, versions, write_json
+from eagle3_lib.compat import audit, export, rules
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.drafter.model import Drafter
+from eagle3_lib.engines import offline
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
+from eagle3_lib.paths import ROOT
+from eagle3_lib.targets import capture, targets
+from eagle3_lib.verdict import replay
 
 IDS = checkpoint.IDS
 STEPS, MAX_TOKENS, PROMPTS = 4, 32, 5
@@ -110,7 +116,7 @@ def cases(base: Drafter, target) -> list[Case]:
 def feature_scales(target, boundaries: tuple[int, ...]) -> torch.Tensor:
     """A norm weight under which normed features have about the size of plain ones: [boundaries x Ht]."""
     text = reference()[0]["prompt_ids"]
-    features = next(iter(replay.capture(target, [text], boundaries))).fused
+    features = next(iter(capture.capture(target, [text], boundaries))).fused
     return features.square().mean(-1).sqrt().median().repeat(features.shape[-1])
 
 
@@ -141,11 +147,11 @@ def agreement(drafter: Drafter, target, answers: list[offline.Answer]) -> tuple[
     rounds = equal = 0
     texts = [answer.prompt_ids + answer.output_ids for answer in answers]
     for answer, text, features in zip(
-        answers, texts, replay.capture(target, texts, drafter.config.boundaries), strict=True
+        answers, texts, capture.capture(target, texts, drafter.config.boundaries), strict=True
     ):
         proposed = replay.drafts(drafter, features.fused[None], torch.tensor([text]), STEPS)[0]
         counts = replay.accepted_at(proposed, text)
-        rows = [row for row in replay.compare(answer.accepted, counts, len(answer.prompt_ids), STEPS) if not row["cut"]]
+        rows = [row for row in rounds.compare(answer.accepted, counts, len(answer.prompt_ids), STEPS) if not row["cut"]]
         rounds, equal = rounds + len(rows), equal + sum(row["engine"] == row["replay"] for row in rows)
     return rounds, equal
 
@@ -180,7 +186,7 @@ def main(wanted: list[str]) -> None:
     started, folder = time.time(), target_folder()
     target, target_config = targets.load(folder), checkpoint.read_config(folder)
     base = checkpoint.load("drafters/smollm2-135m-eagle3", target_config["num_hidden_layers"]).drafter
-    prompts, version = [r["prompt_ids"] for r in reference()[1 : PROMPTS + 1]], audit.installed_version("vllm")
+    prompts, version = [r["prompt_ids"] for r in reference()[1 : PROMPTS + 1]], rules.installed_version("vllm")
     todo = [case for case in cases(base, target) if not wanted or case.finding in wanted]
     with TemporaryDirectory() as work, torch.no_grad():
         folders = [Path(work) / f"{i:02d}-{case.finding}" for i, case in enumerate(todo)]

@@ -6,7 +6,7 @@ On the quickstart's finetuned drafter (`make demo` first), the real vLLM on a CP
 = 1 to 5. A plain server stays up, and beside it one server a K: each prompt is answered by one and then by the other, so that
 a machine whose speed drifts slows both; of a prompt's repeats the fastest counts, since other work on the machine can only
 slow it. Times are of decode steps after prefill; an answer's last round counts with all that it accepted, also beyond the
-limit of tokens. The model (eagle3_lib/break_even.py) is fitted to the rounds of two K and takes the acceptance curve of the
+limit of tokens. The model (eagle3_lib/verdict/break_even.py) is fitted to the rounds of two K and takes the acceptance curve of the
 larger; in a second reading it has one K only. Writes benchmarks/results/break_even.json.
 """
 
@@ -15,10 +15,15 @@ import contextlib
 import datetime
 import os
 
-from eagle3_lib import acceptance, break_even, engines, targets
-from eagle3_lib.answers import read_answers
+from eagle3_lib.compat import launch
+from eagle3_lib.engines import base, serving
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
 from eagle3_lib.params import BenchmarkParams
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
+from eagle3_lib.paths import project_path
+from eagle3_lib.targets import targets
+from eagle3_lib.targets.answers import read_answers
+from eagle3_lib.verdict import acceptance, break_even
 
 DRAFTER = "runs/quickstart/train/drafter"
 DATA = "runs/quickstart/generate"
@@ -31,25 +36,25 @@ def serve(drafts: int):
     """A server of the quickstart's target with so many drafts a round (0: plain), for a ``with`` block."""
     mode = {"mode": "finetuned", "drafter": DRAFTER, "num_speculative_tokens": drafts} if drafts else {}
     params = BenchmarkParams(out=f"{OUT}/k{drafts}", **mode)
-    speculation = engines.Speculation(params.mode, params.drafter, params.num_speculative_tokens)
+    speculation = base.Speculation(params.mode, params.drafter, params.num_speculative_tokens)
     folder = targets.resolve(params.target)
-    return engines.serve(params, folder, project_path(params.out) / "server.log", speculation)
+    return launch.serve(params, folder, project_path(params.out) / "server.log", speculation)
 
 
-def timed(server: engines.Server, prompt: list[int], tokens: int) -> dict:
+def timed(server: base.Server, prompt: list[int], tokens: int) -> dict:
     """Seconds and rounds of one answer after prefill; a plain step is a round that accepts nothing."""
-    answer = engines.complete(server, prompt, tokens)
+    answer = serving.complete(server, prompt, tokens)
     rounds = answer.accepted if server.tells_rounds else answer.rounds_from_chunks()
     seconds = round(answer.seconds - answer.first_token_s, 5)
     return {"seconds": seconds, "rounds": rounds}
 
 
-def compare_with(plain: engines.Server, drafts: int, prompts: list[list[int]], tokens: int, repeats: int) -> dict:
+def compare_with(plain: base.Server, drafts: int, prompts: list[list[int]], tokens: int, repeats: int) -> dict:
     """Decode all prompts in turn on both servers, ``repeats`` times after a warm-up."""
     rows: dict[str, list[dict]] = {"plain": [], "speculative": []}
     with serve(drafts) as server:
         for warm in (plain, server):
-            engines.complete(warm, prompts[0], tokens)
+            serving.complete(warm, prompts[0], tokens)
         for _ in range(repeats):
             for prompt in prompts:
                 rows["plain"].append(timed(plain, prompt, tokens))

@@ -4,7 +4,7 @@
     python benchmarks/config_suspect.py    judges them
 
 The engine obeys the changed config.json, so that its rounds are those of a correct engine. Here every other value is
-replayed at the same rounds (eagle3_lib/suspects.py). A row is one changed config.json: the field that is named, whether
+replayed at the same rounds (eagle3_lib/verdict/suspects.py). A row is one changed config.json: the field that is named, whether
 it is the changed one, and how much more its value accepts. Healthy drafters, whose config.json describes them, must
 name none.
 Writes benchmarks/results/config_suspect.json.
@@ -19,10 +19,15 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from eagle3_lib import checkpoint, faults, measured, suspects, targets
-from eagle3_lib.drafter import Drafter
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.drafter.model import Drafter
+from eagle3_lib.engines import measured
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
+from eagle3_lib.paths import project_path
+from eagle3_lib.targets import targets
+from eagle3_lib.verdict import changes, suspects
 
 RECORDS = "runs/engine_runs/config"
 RESULT = "benchmarks/results/config_suspect.json"
@@ -53,7 +58,7 @@ def served_drafter(record: dict, target) -> Drafter:
         if "missing tensors" not in str(error):
             raise
     drafter = checkpoint.load_for(record["drafter"], record["target"], target)
-    return faults.variant(drafter, **{name: record["config"][name] for name in SWITCHES if name in record["config"]})
+    return changes.variant(drafter, **{name: record["config"][name] for name in SWITCHES if name in record["config"]})
 
 
 def judged(record: dict) -> dict:

@@ -24,8 +24,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eagle3_lib import broken
-from eagle3_lib.provenance import project_path, short_path, write_json
+from eagle3_lib.engines import shims
+from eagle3_lib.files import write_json
+from eagle3_lib.paths import project_path, short_path
 
 RUNS = "runs/engine_runs"
 POSITIONS, MODEL_LENGTH, SEQUENCES = 4, 1024, 48
@@ -98,7 +99,7 @@ class Run:
 
     name: str
     fault: str = "none"
-    injection: broken.Injection = broken.Injection()
+    injection: shims.Injection = shims.Injection()
     live: Callable[["Engine"], None] | None = None
     where: str = "everywhere"
     every: int = 1
@@ -195,7 +196,7 @@ class Engine:
     def _served(self, run: Run) -> Path:
         folder = run.file(self.pair).with_suffix("")
         if not folder.is_dir():
-            broken.write_shim(self.pair.drafter, run.injection, folder, self.pair.target)
+            shims.write_shim(self.pair.drafter, run.injection, folder, self.pair.target)
         return folder
 
     def requests(self, max_tokens: int) -> list[dict]:
@@ -326,7 +327,7 @@ def process(script: str, pair: str, *arguments: str) -> None:
 
 @functools.cache
 def loaded_target(folder: str):
-    from eagle3_lib import targets
+    from eagle3_lib.targets import targets
 
     return targets.load(targets.resolve(folder), torch.float32)
 
@@ -334,12 +335,13 @@ def loaded_target(folder: str):
 @functools.cache
 def correct_counts(target: str, drafter: str, tokens: str, steps: int) -> list[list[int]]:
     """What a correct engine accepts of a round at every slot of some texts."""
-    from eagle3_lib import checkpoint, faults, replay
+    from eagle3_lib.drafter import checkpoint
+    from eagle3_lib.verdict import changes, hypotheses, replay
 
     model = loaded_target(target)
-    setups = faults.hypotheses(checkpoint.load_for(drafter, target, model), faults.TargetParts.of(model), names=())
-    _, texts = faults.forward(model, setups, json.loads(tokens))
-    counts = replay.counts_at(setups[faults.HEALTHY], texts, replay.all_slots(texts), steps)
+    setups = hypotheses.hypotheses(checkpoint.load_for(drafter, target, model), changes.TargetParts.of(model), names=())
+    _, texts = hypotheses.forward(model, setups, json.loads(tokens))
+    counts = replay.counts_at(setups[changes.HEALTHY], texts, replay.all_slots(texts), steps)
     return [[0] * (start - 1) + some for start, some in zip(texts.prompt_lengths, counts, strict=True)]
 
 
@@ -348,7 +350,7 @@ def rounds_of(record: dict) -> dict:
 
     Correct is an engine with the drafter as it is, also where the record's config.json was changed.
     """
-    from eagle3_lib import rounds
+    from eagle3_lib.verdict import rounds
 
     steps, requests = record["num_speculative_tokens"], record["requests"]
     tokens = json.dumps([{key: request[key] for key in ("id", "prompt_ids", "output_ids")} for request in requests])
@@ -369,15 +371,15 @@ def records() -> list[Path]:
 # ---------------------------------------------------------------------------------------- config.json changed and obeyed
 
 
-def _boundaries(by: int) -> broken.Injection:
-    return broken.Injection(config=broken.shifted_boundaries(by))
+def _boundaries(by: int) -> shims.Injection:
+    return shims.Injection(config=shims.shifted_boundaries(by))
 
 
-def _fields(**fields) -> broken.Injection:
-    return broken.Injection(config=lambda *_: fields)
+def _fields(**fields) -> shims.Injection:
+    return shims.Injection(config=lambda *_: fields)
 
 
-CONFIGS: dict[str, broken.Injection] = {
+CONFIGS: dict[str, shims.Injection] = {
     "boundaries each -1": _boundaries(-1),
     "boundaries each +1": _boundaries(1),
     "boundaries each +2": _boundaries(2),
@@ -385,8 +387,8 @@ CONFIGS: dict[str, broken.Injection] = {
     "rope_theta 1000": _fields(rope_theta=1000.0),
     "rope_theta 5000000": _fields(rope_theta=5000000.0),
     "rope_scaling linear 8": _fields(rope_scaling={"rope_type": "linear", "factor": 8.0}),
-    "norm_before_residual flipped": broken.INJECTIONS["norm_before_residual flipped"],
-    "norm_output flipped": broken.INJECTIONS["norm_output flipped"],
+    "norm_before_residual flipped": shims.INJECTIONS["norm_before_residual flipped"],
+    "norm_output flipped": shims.INJECTIONS["norm_output flipped"],
     "fc_norm true": _fields(fc_norm=True),
     "norm_before_fc true": _fields(norm_before_fc=True),
 }
@@ -400,7 +402,7 @@ LONGER = {  # tokens of an answer, where a wrong value costs so little that more
 
 
 def config_runs(pair: Pair) -> list[Run]:
-    from eagle3_lib.checkpoint import read_config
+    from eagle3_lib.drafter.checkpoint import read_config
 
     config = read_config(project_path(pair.drafter))
     layers = read_config(project_path(pair.target))["num_hidden_layers"]

@@ -21,12 +21,16 @@ from pathlib import Path
 
 import torch
 
-from eagle3_lib import backends, extract, replay, targets
-from eagle3_lib.answers import read_answers, write_parquet
-from eagle3_lib.disk_plan import bytes_per_token
-from eagle3_lib.features import Sample, Store, Writer
+from eagle3_lib.compat.disk_plan import bytes_per_token
+from eagle3_lib.features import backends
+from eagle3_lib.features.store import Sample, Store, Writer
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
 from eagle3_lib.params import ExtractParams
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
+from eagle3_lib.paths import project_path
+from eagle3_lib.stages import extract
+from eagle3_lib.targets import capture, targets
+from eagle3_lib.targets.answers import read_answers, write_parquet
 
 BOUNDARIES, HIDDEN = 3, 2048  # of the stores that are written and read
 WINDOW, BATCH = 512, 8
@@ -41,7 +45,7 @@ def seconds(work) -> float:
 @torch.no_grad()
 def forward(target, texts: list[list[int]]) -> None:
     """What a plain script does: each padded pass through the target, up to its logits."""
-    for group in replay._passes(texts, 4096):
+    for group in capture._passes(texts, 4096):
         rows = [torch.tensor(text) for text in group]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
@@ -53,7 +57,7 @@ def extraction(data: str, samples: int, repeats: int) -> dict:
 
     @contextlib.contextmanager
     def loaded(wanted):
-        yield lambda texts: replay.capture(target, texts, wanted.boundaries, draft_ids=wanted.draft_ids)
+        yield lambda texts: capture.capture(target, texts, wanted.boundaries, draft_ids=wanted.draft_ids)
 
     backends.BACKENDS["transformers"] = extract.BACKENDS["transformers"] = loaded
     with tempfile.TemporaryDirectory() as name:
@@ -80,7 +84,7 @@ def samples_of(tokens: int, length: int) -> list[Sample]:
     generator = torch.Generator().manual_seed(0)
     fused = torch.randn(length, BOUNDARIES * HIDDEN, generator=generator).bfloat16()
     last, ids = fused[:, :HIDDEN].contiguous(), torch.arange(length)
-    features = replay.Features(fused, last, ids, draft_mass=torch.ones(length))
+    features = capture.Features(fused, last, ids, draft_mass=torch.ones(length))
     return [Sample(str(i), "train", 2, ids.tolist(), features) for i in range(tokens // length)]
 
 

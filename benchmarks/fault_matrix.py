@@ -4,7 +4,7 @@
     python benchmarks/fault_matrix.py --record   record only
     python benchmarks/fault_matrix.py --judge    judge the records that exist, start no engine
 
-Three pairs of drafter and texts show the faults of eagle3_lib/broken.py: the base drafter on its own text, the same, weak,
+Three pairs of drafter and texts show the faults of eagle3_lib/engines/shims.py: the base drafter on its own text, the same, weak,
 on Python, and a drafter with latent attention. Their records are those of benchmarks/engine_runs.py. The judgement of all
 is benchmarks/results/fault_matrix.json.
 """
@@ -23,9 +23,11 @@ import engine_runs
 import verdicts
 from engine_runs import BASE_PYTHON, ENVIRONMENT, FINETUNED, HEALTHY, LATENT, OWN_TEXT, Pair, Run
 
-from eagle3_lib import broken
-from eagle3_lib.faults import HEALTHY as CORRECT
-from eagle3_lib.provenance import hardware, project_path, short_path, versions, write_json
+from eagle3_lib.engines import shims
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
+from eagle3_lib.paths import project_path, short_path
+from eagle3_lib.verdict.changes import HEALTHY as CORRECT
 
 TARGET, DRAFTER = engine_runs.SMOLLM2, engine_runs.BASE
 PROMPTS = "tests/data/vllm_cpu_replay.json"
@@ -58,7 +60,7 @@ def run_engine(name: str, fault: str, drafter: str = DRAFTER, **settings) -> Pat
     out = run_file(name)
     if out.is_file():
         return out
-    folder = broken.shim(drafter, fault, project_path(RUNS) / "drafters" / out.stem, TARGET)
+    folder = shims.shim(drafter, fault, project_path(RUNS) / "drafters" / out.stem, TARGET)
     job = {"name": name, "fault": fault, "drafter": short_path(drafter), "served": str(folder), "out": str(out)}
     job |= {"dtype": "float32", "temperature": 0, "prompts": PROMPTS} | settings
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(project_path("."))}
@@ -76,7 +78,7 @@ def runs_of(pair: Pair) -> list[Run]:
     if pair not in SHOWN:
         return [HEALTHY]
     left_out = {"none"} | (NOT_IN_LATENT if pair is LATENT else set())
-    faults = {name: injection for name, injection in broken.INJECTIONS.items() if name not in left_out}
+    faults = {name: injection for name, injection in shims.INJECTIONS.items() if name not in left_out}
     return [HEALTHY, *(Run(name, name, injection) for name, injection in faults.items())]
 
 
@@ -94,7 +96,7 @@ def engine(job: dict) -> None:
         max_num_seqs=16,
         disable_log_stats=False,
         per_request_spec_decode_metrics="none" if job.get("plain") else "detailed",
-        worker_extension_cls=broken.extension(job["fault"]),
+        worker_extension_cls=shims.extension(job["fault"]),
         speculative_config=None if job.get("plain") else speculation,
     )
     sampling = vllm.SamplingParams(temperature=job["temperature"], max_tokens=MAX_TOKENS, seed=job.get("seed"))
@@ -120,11 +122,14 @@ def target(folder: str = TARGET):
 @functools.cache
 def everywhere(folder: str, drafter: str, tokens: str, steps: int):
     """Every hypothesis at every slot of some texts: greedy runs of all faults emit the same ones, and share this."""
-    from eagle3_lib import checkpoint, faults, replay
+    from eagle3_lib.drafter import checkpoint
+    from eagle3_lib.verdict import changes, hypotheses, replay
 
     model = target(folder)
-    setups = faults.hypotheses(checkpoint.load_for(drafter, folder, model), faults.TargetParts.of(model), names=None)
-    features, texts = faults.forward(model, setups, json.loads(tokens))
+    setups = hypotheses.hypotheses(
+        checkpoint.load_for(drafter, folder, model), changes.TargetParts.of(model), names=None
+    )
+    features, texts = hypotheses.forward(model, setups, json.loads(tokens))
     slots = replay.all_slots(texts)
     counts = {name: replay.counts_at(s, texts, slots, steps) for name, s in setups.items() if not s.stale}
     return setups, features, texts, counts
@@ -134,32 +139,32 @@ def examine(out: Path) -> dict:
     """The replay of one engine run under every hypothesis; kept beside the run."""
     kept = out.with_suffix(".replay.json")
     if not kept.is_file():
-        from eagle3_lib import emitted, faults, replay
+        from eagle3_lib.verdict import emitted, hypotheses, rounds
 
         record = json.loads(out.read_text())
         steps, requests, folder = record["num_speculative_tokens"], record["requests"], record.get("target", TARGET)
-        rounds = [request["per_step_accepted"] for request in requests]
+        accepted = [request["per_step_accepted"] for request in requests]
         tokens = json.dumps([{key: request[key] for key in ("id", "prompt_ids", "output_ids")} for request in requests])
         setups, features, texts, counts = everywhere(folder, record["drafter"], tokens, steps)
         starts = texts.prompt_lengths
-        slots = [replay.round_slots(some, start) for some, start in zip(rounds, starts, strict=True)]
+        slots = [rounds.round_slots(some, start) for some, start in zip(accepted, starts, strict=True)]
         at_rounds = {
             name: [[c[s - p + 1] for s in some] for c, some, p in zip(by_request, slots, starts, strict=True)]
             for name, by_request in counts.items()
             if name != CORRECT
         }
         stale = {name: setup for name, setup in setups.items() if setup.stale}
-        at_rounds |= faults.replay_all(stale, texts, rounds, steps)
-        drafted = [[steps] * len(some) for some in rounds]
+        at_rounds |= hypotheses.replay_all(stale, texts, accepted, steps)
+        drafted = [[steps] * len(some) for some in accepted]
         requests = [
             request | {"accepted": some, "drafted": drafts}
-            for request, some, drafts in zip(requests, rounds, drafted, strict=True)
+            for request, some, drafts in zip(requests, accepted, drafted, strict=True)
         ]
-        laid = faults.lay_all(requests, steps)
+        laid = hypotheses.lay_all(requests, steps)
         examined = []
         for index, request in enumerate(requests):
             of_request = {name: by_request[index] for name, by_request in at_rounds.items()}
-            row = faults.tell(request, laid[index], counts[CORRECT][index], of_request, steps)
+            row = hypotheses.tell(request, laid[index], counts[CORRECT][index], of_request, steps)
             drafter = setups[CORRECT].drafter
             tokens = emitted.compare(target(folder), drafter, request, features[index], None, steps, emitted.Told())
             examined.append(row | tokens)
@@ -170,7 +175,7 @@ def examine(out: Path) -> dict:
 
 def judged(record: dict, replay: dict) -> dict:
     """One row of the matrix."""
-    from eagle3_lib import diagnose
+    from eagle3_lib.verdict import diagnose
 
     verdict = diagnose.judge(replay)
     agreement = {row["hypothesis"]: row["value"] for row in verdict.evidence["ranking"]}

@@ -15,11 +15,16 @@ from pathlib import Path
 
 import torch
 
-from eagle3_lib import acceptance, checkpoint, extract, replay, targets, train
-from eagle3_lib.disk_plan import VALUE_BYTES
-from eagle3_lib.features import Store, Writer
+from eagle3_lib.compat.disk_plan import VALUE_BYTES
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.features.store import Store, Writer
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
 from eagle3_lib.params import BASE_DRAFTER, ExtractParams, TrainParams
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
+from eagle3_lib.paths import project_path
+from eagle3_lib.stages import extract, train
+from eagle3_lib.targets import targets
+from eagle3_lib.verdict import acceptance, replay
 
 STEPS = 4
 
@@ -31,7 +36,7 @@ def rounds_of(drafter, store: Store) -> list[list[int]]:
     for sample in (store[i] for i in store.split("held_out")):
         ids, fused = torch.tensor([sample.token_ids]), sample.features.fused.float()[None]
         proposed = replay.drafts(drafter, fused, ids, STEPS)[0]
-        rounds.append(replay.walk(replay.accepted_at(proposed, sample.token_ids), sample.prompt_length))
+        rounds.append(rounds.walk(replay.accepted_at(proposed, sample.token_ids), sample.prompt_length))
     return rounds
 
 

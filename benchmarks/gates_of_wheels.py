@@ -13,10 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from eagle3_lib import audit, gates
+from eagle3_lib.compat import gates, rules
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.known_configs import known_config
-from eagle3_lib.provenance import ROOT, write_json
+from eagle3_lib.files import write_json
+from eagle3_lib.paths import ROOT
+from eagle3_lib.targets.known_configs import known_config
 
 TARGETS = {
     "Kimi-K2.5": known_config("Kimi-K2.5"),
@@ -41,7 +42,7 @@ def unpacked(engine: str, version: str, work: Path) -> Path:
 
 def main() -> None:
     rows = []
-    for engine, versions in audit.rules()["versions"].items():
+    for engine, versions in rules.rules()["versions"].items():
         for version in versions:
             with TemporaryDirectory() as work:
                 tree = unpacked(engine, version, Path(work))

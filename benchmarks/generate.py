@@ -23,10 +23,14 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from stub_server import running  # noqa: E402
 
-from eagle3_lib import engines, generate, prompts, targets
-from eagle3_lib.answers import iter_answers
+from eagle3_lib.compat import launch
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
 from eagle3_lib.params import GenerateParams
-from eagle3_lib.provenance import ROOT, hardware, project_path, versions, write_json
+from eagle3_lib.paths import ROOT, project_path
+from eagle3_lib.stages import generate
+from eagle3_lib.targets import prompts, targets
+from eagle3_lib.targets.answers import iter_answers
 
 BENCH_CLIENT = """
 import sys
@@ -81,7 +85,7 @@ def beside_the_bench_client(arguments) -> dict:
         asked = [c.first_prompt for c in prompts.read(PROMPTS)][: arguments.prompts]
         (work / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in asked))
         serving = GenerateParams(engine_args=["--max-num-seqs", str(arguments.concurrency)])
-        with engines.serve(serving, folder, work / "server.log") as server:
+        with launch.serve(serving, folder, work / "server.log") as server:
             ours(server.url, work, 0, argparse.Namespace(**vars(arguments) | {"max_tokens": 4}))  # warm-up
             rates = {"bench_client": [], "ours": []}
             for repeat in range(arguments.repeats):

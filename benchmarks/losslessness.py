@@ -3,7 +3,7 @@
     python benchmarks/losslessness.py
 
 Each of the four runs serves the recorded prompts on a CPU in float32; runs that exist are kept. Greedy tokens must be the
-target's first choice (or a near tie); sampled ones are judged by eagle3_lib/lossless.py. Also, at each temperature: how
+target's first choice (or a near tie); sampled ones are judged by eagle3_lib/verdict/lossless.py. Also, at each temperature: how
 many rounds equal the replay, which needs correct rejection sampling where the temperature is above 0. Writes
 benchmarks/results/losslessness.json.
 """
@@ -14,8 +14,12 @@ import json
 import torch
 from fault_matrix import DRAFTER, POSITIONS, TARGET, run_engine, target
 
-from eagle3_lib import checkpoint, lossless, replay
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
+from eagle3_lib.paths import project_path
+from eagle3_lib.targets import capture
+from eagle3_lib.verdict import lossless, replay
 
 TEMPERATURE = 0.8
 RUNS = {
@@ -31,7 +35,7 @@ def judged(record: dict, drafter) -> dict:
     requests, temperature = record["requests"], record["temperature"]
     texts = [request["prompt_ids"] + request["output_ids"] for request in requests]
     emitted, greedy, rows = [], [], []
-    captured = replay.capture(target(), texts, drafter.config.boundaries)
+    captured = capture.capture(target(), texts, drafter.config.boundaries)
     for request, text, features in zip(requests, texts, captured, strict=True):
         start, rounds = len(request["prompt_ids"]), request["per_step_accepted"]
         logits = target().lm_head(features.last_hidden[start - 1 : -1])
@@ -41,7 +45,7 @@ def judged(record: dict, drafter) -> dict:
             emitted.append(lossless.emission(logits, request["output_ids"], rounds, at_tokens, temperature))
         else:
             greedy.append(lossless.greedy(logits, torch.tensor(request["output_ids"])))
-        rows += replay.compare(rounds, replay.accepted_at(proposed, text), start, POSITIONS)
+        rows += rounds.compare(rounds, replay.accepted_at(proposed, text), start, POSITIONS)
     whole = [row for row in rows if not row["cut"]]
     result = {"temperature": temperature, "rounds": len(rows), "uncut_rounds": len(whole)}
     result["rounds_equal_to_replay"] = sum(row["engine"] == row["replay"] for row in whole)

@@ -13,9 +13,15 @@ from pathlib import Path
 import torch
 from transformers import DeepseekV3ForCausalLM
 
-from eagle3_lib import checkpoint, offline, replay, tiny_mla
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.engines import offline
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
+from eagle3_lib.paths import project_path
+from eagle3_lib.targets import capture
+from eagle3_lib.verdict import replay, rounds
+from recipes import tiny_mla
 
 STEPS, TOKENS = 4, 32
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -71,10 +77,10 @@ def _compared(answers: list[offline.Answer], target, drafter) -> dict:
     same, rows = 0, []
     for answer in answers:
         text, start = answer.prompt_ids + answer.output_ids, len(answer.prompt_ids)
-        (features,) = replay.capture(target, [text], drafter.config.boundaries)
+        (features,) = capture.capture(target, [text], drafter.config.boundaries)
         same += int((features.argmax[start - 1 : -1] == torch.tensor(answer.output_ids)).sum())
         proposed = replay.drafts(drafter, features.fused[None], torch.tensor([text]), STEPS)[0]
-        rows += replay.compare(answer.accepted, replay.accepted_at(proposed, text), start, STEPS)
+        rows += rounds.compare(answer.accepted, replay.accepted_at(proposed, text), start, STEPS)
     return {
         "tokens": sum(len(answer.output_ids) for answer in answers),
         "as_transformers": same,

@@ -4,7 +4,7 @@
     python benchmarks/outside_catalogue.py --record   record only
     python benchmarks/outside_catalogue.py --judge    judge the records that exist, start no engine
 
-``OUTSIDE`` are faults that no entry of eagle3_lib/faults.py describes; the right verdict on one is a fault of the engine
+``OUTSIDE`` are faults that no entry of eagle3_lib/verdict/faults.py describes; the right verdict on one is a fault of the engine
 that is not in the catalogue, or none where it changes too few rounds to be seen. ``PARTIAL`` are faults of the catalogue
 that hold only from token 60 of each answer on, or only in every second request. The real vLLM runs them
 (benchmarks/engine_runs.py) with three pairs of drafter and texts. Writes benchmarks/results/outside_catalogue.json.
@@ -21,9 +21,12 @@ import verdicts
 from engine_runs import BASE_PYTHON, FINETUNED_PYTHON, HEALTHY, LONG, LONG_HEALTHY, OWN_TEXT, PAIRS, Engine, Pair, Run
 from torch import Tensor
 
-from eagle3_lib import diagnose
-from eagle3_lib.broken import Injection, Tensors, _proposer
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
+from eagle3_lib.engines.inside.broken import _proposer
+from eagle3_lib.engines.shims import Injection, Tensors
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
+from eagle3_lib.paths import project_path
+from eagle3_lib.verdict import diagnose
 
 HEAD = 64  # dimensions of an attention head of the drafters here
 SINCE = 60

@@ -18,7 +18,8 @@ from types import SimpleNamespace
 
 from gates_of_wheels import unpacked
 
-from eagle3_lib.provenance import ROOT, write_json
+from eagle3_lib.files import write_json
+from eagle3_lib.paths import ROOT
 
 VERSION = "0.16.0"
 DEPTH, HIDDEN, TOKENS = 8, 16, 5
@@ -98,7 +99,7 @@ def inside() -> dict:
     from vllm.config.speculative import SpeculativeConfig
     from vllm.model_executor.models.interfaces import SupportsEagle3, SupportsMultiModal
 
-    from eagle3_lib import vllm_plugin
+    from eagle3_lib.compat import vllm_plugin
 
     types = ("kimi_k2", "deepseek_v3", "llama", "gemma3")
     before = {name: accepts(name) for name in types}

@@ -16,9 +16,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from eagle3_lib import acceptance, checkpoint, diagnose, faults, replay, targets
-from eagle3_lib.answers import read_answers
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
+from eagle3_lib.paths import project_path
+from eagle3_lib.targets import capture, targets
+from eagle3_lib.targets.answers import read_answers
+from eagle3_lib.verdict import acceptance, changes, diagnose, hypotheses
 
 DATA, DRAFTER = "runs/quickstart/generate", "runs/quickstart/train/drafter"
 KEPT = "runs/fault_matrix/pooled/rounds.json"
@@ -37,12 +41,12 @@ def own_rounds() -> dict[str, list[list[int]]]:
         if target is None:
             target = targets.load(targets.resolve(targets.SMOLLM2))
             drafter = checkpoint.load_for(DRAFTER, "SmolLM2", target)
-            setups = faults.hypotheses(drafter, faults.TargetParts.of(target))
+            setups = hypotheses.hypotheses(drafter, changes.TargetParts.of(target))
         requests = [(answer.prompt_ids, answer.output_ids) for answer in answers[first : first + GROUP]]
         texts = [prompt + output for prompt, output in requests]
         with torch.no_grad():
-            features = replay.capture(target, texts, drafter.config.boundaries, also=faults.extra_streams(setups))
-            made = faults.replay_all(setups, faults.texts_of(requests, features), None, POSITIONS)
+            features = capture.capture(target, texts, drafter.config.boundaries, also=hypotheses.extra_streams(setups))
+            made = hypotheses.replay_all(setups, hypotheses.texts_of(requests, features), None, POSITIONS)
         kept = {name: kept.get(name, []) + rounds for name, rounds in made.items()}
         write_json(path, kept)
     return kept
@@ -71,7 +75,7 @@ def study(own: dict[str, list[list[int]]]) -> list[dict]:
                     rejects[n, f, names.index(row["hypothesis"])] += row["p"] < 0.01
                 first[f] += rounds == ROUNDS[-1] and ranked[0]["hypothesis"] == name
     rejects /= DRAWS
-    healthy, table = names.index(faults.HEALTHY), []
+    healthy, table = names.index(changes.HEALTHY), []
     for f, name in enumerate(names):
         enough = [rounds for n, rounds in enumerate(ROUNDS) if rejects[n, f, healthy] >= ENOUGH]
         table.append(
@@ -106,7 +110,7 @@ def main() -> None:
         "hardware": hardware(),
         "versions": versions(),
         "requests": REQUESTS,
-        "rounds_of_a_correct_engine": sum(map(len, own[faults.HEALTHY])),
+        "rounds_of_a_correct_engine": sum(map(len, own[changes.HEALTHY])),
         "draws": DRAWS,
         "other_tokens": study(own),
         "same_tokens": same_counters(own),

@@ -16,8 +16,12 @@ import time
 
 import torch
 
-from eagle3_lib import checkpoint, faults, replay, targets
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
+from eagle3_lib.paths import project_path
+from eagle3_lib.targets import capture, targets
+from eagle3_lib.verdict import changes, hypotheses
 
 RECORD = "tests/data/vllm_cpu_replay.json"
 HYPOTHESES = 30
@@ -37,18 +41,18 @@ def main() -> None:
     record = json.loads(project_path(RECORD).read_text())
     target = targets.load(targets.resolve(targets.SMOLLM2))
     drafter = checkpoint.load_for("drafters/smollm2-135m-eagle3", "SmolLM2", target)
-    every = faults.hypotheses(drafter, faults.TargetParts.of(target))
+    every = hypotheses.hypotheses(drafter, changes.TargetParts.of(target))
     costliest = "stale drafter cache"  # its rounds run one after the other
     thirty = {name: every[name] for name in [*list(every)[: HYPOTHESES - 1], costliest]}
-    one = {faults.HEALTHY: every[faults.HEALTHY]}
+    one = {changes.HEALTHY: every[changes.HEALTHY]}
     requests = [(request["prompt_ids"], request["output_ids"]) for request in record["requests"]]
     rounds, steps = [request["per_step_accepted"] for request in record["requests"]], record["num_speculative_tokens"]
     texts = [prompt + output for prompt, output in requests]
     padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
 
     def run(setups, rounds):
-        features = replay.capture(target, texts, drafter.config.boundaries, also=faults.extra_streams(setups))
-        return faults.replay_all(setups, faults.texts_of(requests, features), rounds, steps)
+        features = capture.capture(target, texts, drafter.config.boundaries, also=hypotheses.extra_streams(setups))
+        return hypotheses.replay_all(setups, hypotheses.texts_of(requests, features), rounds, steps)
 
     work = {
         "forward": lambda: target(padded).logits.argmax(-1),

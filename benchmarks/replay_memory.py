@@ -21,10 +21,14 @@ import time
 import psutil
 import torch
 
-from eagle3_lib import checkpoint, replay
-from eagle3_lib.drafter import Drafter, DrafterConfig, LatentSizes
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.drafter.model import Drafter, DrafterConfig, LatentSizes
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
 from eagle3_lib.params import BASE_DRAFTER
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
+from eagle3_lib.paths import project_path
+from eagle3_lib.targets import capture
+from eagle3_lib.verdict import replay
 
 GIB = 2**30
 TOKENS, STEPS = 8192, 2
@@ -55,7 +59,7 @@ def measure(case: str, tokens: int) -> dict:
     drafter.initialise()
     torch.nn.init.normal_(drafter.embed_tokens.weight, std=0.02)
     torch.nn.init.zeros_(drafter.lm_head.weight)
-    streams = {(replay.RESIDUAL, k): torch.randn(tokens, config.target_hidden_size) for k in config.boundaries}
+    streams = {(capture.RESIDUAL, k): torch.randn(tokens, config.target_hidden_size) for k in config.boundaries}
     texts = replay.Texts([[0] * tokens], [1], [streams])
     del streams
     before, started = psutil.Process().memory_info().rss, time.perf_counter()

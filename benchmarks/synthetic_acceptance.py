@@ -12,10 +12,16 @@ benchmarks/results/synthetic_acceptance.json.
 import argparse
 import datetime
 
-from eagle3_lib import acceptance, benchmark, engines, targets
-from eagle3_lib.answers import read_answers
+from eagle3_lib.compat import launch
+from eagle3_lib.engines import base, serving
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
 from eagle3_lib.params import BenchmarkParams
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
+from eagle3_lib.paths import project_path
+from eagle3_lib.stages import benchmark
+from eagle3_lib.targets import targets
+from eagle3_lib.targets.answers import read_answers
+from eagle3_lib.verdict import acceptance
 
 DRAFTER = "drafters/smollm2-135m-eagle3"
 DATA = "runs/quickstart/generate"
@@ -37,13 +43,13 @@ def main() -> None:
         dtype=options.dtype,
         speculative_options=synthetic,
     )
-    speculation = engines.Speculation(params.mode, params.drafter, len(RATES), synthetic)
+    speculation = base.Speculation(params.mode, params.drafter, len(RATES), synthetic)
     prompts = [answer.prompt_ids for answer in read_answers(DATA)]
     log = project_path(params.out) / "server.log"
-    with engines.serve(params, targets.resolve(params.target), log, speculation) as server:
-        before = engines.counters(server)
-        answers = [engines.complete(server, prompt, TOKENS) for prompt in prompts]
-        after, version = engines.counters(server), server.version
+    with launch.serve(params, targets.resolve(params.target), log, speculation) as server:
+        before = serving.counters(server)
+        answers = [serving.complete(server, prompt, TOKENS) for prompt in prompts]
+        after, version = serving.counters(server), server.version
     chunks = [answer.rounds_from_chunks()[:-1] for answer in answers]  # the token limit cuts the last one
     read = acceptance.summary(chunks, len(RATES))
     low, high = read["curve"]["low"], read["curve"]["high"]

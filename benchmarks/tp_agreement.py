@@ -5,7 +5,7 @@
 Boundaries are captured between layers. Where a rank captures its part before the sum over ranks, tokens stay right and the
 drafts change; the replay, which runs in one process, shows it. SmolLM2-135M with its base drafter at tp 1; the same two
 with a KV group of zero weights, which two ranks can share, at tp 2; and at tp 3 with 64 more draft tokens of zero weights,
-since 8192 do not divide by 3 (eagle3_lib/divisible.py). They are the same functions, so tokens and rounds must be equal.
+since 8192 do not divide by 3 (recipes/divisible.py). They are the same functions, so tokens and rounds must be equal.
 Then that wrong capture on purpose, at tp 2 (partial_capture.py). Stages 07 and 08 on a few recorded prompts, greedy,
 float32, K = 4, and the verdict of stage 09 on each. Runs that exist are kept in runs/tp_agreement. Speed is not measured:
 ranks share cores. Writes benchmarks/results/tp_agreement.json.
@@ -18,9 +18,14 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from eagle3_lib import benchmark, diagnose, divisible, replay, targets
+from eagle3_lib.files import write_json, write_text
+from eagle3_lib.manifest import hardware, versions
 from eagle3_lib.params import BASE_DRAFTER, BenchmarkParams, ReplayParams
-from eagle3_lib.provenance import hardware, project_path, versions, write_json, write_text
+from eagle3_lib.paths import project_path
+from eagle3_lib.stages import benchmark, replay
+from eagle3_lib.targets import targets
+from eagle3_lib.verdict import diagnose
+from recipes import divisible
 
 RUN, PROMPTS = "tp_agreement", "tests/data/vllm_cpu_replay.json"
 DATA = f"runs/{RUN}/generate"

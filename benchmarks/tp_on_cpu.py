@@ -10,9 +10,12 @@ memory of one machine: the share tells of this machine, not of a network. Writes
 import argparse
 import datetime
 
-from eagle3_lib import divisible, profile
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
 from eagle3_lib.params import ProfileParams
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
+from eagle3_lib.paths import project_path
+from eagle3_lib.stages import profile
+from recipes import divisible
 
 
 def main() -> None:

@@ -25,13 +25,15 @@ import yaml
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from eagle3_lib import checkpoint
-from eagle3_lib.divisible import TIMED_SIZES
-from eagle3_lib.drafter import Drafter, DrafterConfig
-from eagle3_lib.features import Sample, Writer
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.drafter.model import Drafter, DrafterConfig
+from eagle3_lib.features.store import Sample, Writer
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
 from eagle3_lib.params import TrainParams
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
-from eagle3_lib.replay import Features
+from eagle3_lib.paths import project_path
+from eagle3_lib.targets.capture import Features
+from recipes.divisible import TIMED_SIZES
 
 EPOCHS, STEPS_PER_EPOCH, NEVER = 4, 5, 10**9
 LOG_POLL_S = 0.001
@@ -117,7 +119,7 @@ def measure(folder: Path, shape: Shape, sharding: str, processes: int, device: s
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     output = folder / "output.txt"
     with output.open("w") as sink:
-        process = subprocess.Popen([*torchrun, "-m", "eagle3_lib.train", str(flat)], stdout=sink, stderr=sink)
+        process = subprocess.Popen([*torchrun, "-m", "eagle3_lib.stages.train", str(flat)], stdout=sink, stderr=sink)
         seen = arrivals(process, Path(params.out) / "log.jsonl")
     if process.returncode:
         sys.exit(f"{processes} processes, {sharding}: status {process.returncode}:\n{output.read_text()[-3000:]}")

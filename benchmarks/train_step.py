@@ -26,13 +26,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from eagle3_lib.drafter import Drafter, DrafterConfig, LatentSizes
-from eagle3_lib.features import Sample
-from eagle3_lib.packing import pack
+from eagle3_lib.drafter.model import Drafter, DrafterConfig, LatentSizes
+from eagle3_lib.features.store import Sample
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
 from eagle3_lib.params import TrainParams
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
-from eagle3_lib.replay import Features
-from eagle3_lib.train import TrainingTimeTest
+from eagle3_lib.paths import project_path
+from eagle3_lib.targets.capture import Features
+from eagle3_lib.training.packing import pack
+from eagle3_lib.training.trainer import TrainingTimeTest
 
 STEPS, DECAY = 7, 0.8
 

@@ -10,10 +10,12 @@ import argparse
 import json
 from pathlib import Path
 
-from eagle3_lib import diagnose, replay, replayed
 from eagle3_lib.errors import Eagle3Error
+from eagle3_lib.files import write_json
 from eagle3_lib.params import ReplayParams
-from eagle3_lib.provenance import project_path, short_path, write_json
+from eagle3_lib.paths import project_path, short_path
+from eagle3_lib.stages import replay
+from eagle3_lib.verdict import diagnose, replayed
 
 RUNS = "runs/engine_runs"
 

@@ -3,7 +3,7 @@
     python benchmarks/weak_or_broken.py      after `make demo`, whose data, features and drafter it uses
 
 The weak drafter is the base one after a few training steps on the quickstart's domain; the good one is the
-quickstart's. The engine is the real vLLM, once as it is and once with a fault of eagle3_lib/broken.py that brings the
+quickstart's. The engine is the real vLLM, once as it is and once with a fault of eagle3_lib/engines/shims.py that brings the
 good drafter down to about the weak one's acceptance. Writes benchmarks/results/weak_or_broken.json.
 """
 
@@ -13,10 +13,13 @@ import sys
 
 from fault_matrix import POSITIONS, RUNS, TARGET, examine, run_engine
 
-from eagle3_lib import diagnose, train
-from eagle3_lib.answers import read_answers
+from eagle3_lib.files import write_json
+from eagle3_lib.manifest import hardware, versions
 from eagle3_lib.params import TrainParams
-from eagle3_lib.provenance import hardware, project_path, versions, write_json
+from eagle3_lib.paths import project_path
+from eagle3_lib.stages import train
+from eagle3_lib.targets.answers import read_answers
+from eagle3_lib.verdict import diagnose
 
 GOOD, WEAK = "runs/quickstart/train/drafter", "runs/fault_matrix/weak"
 WEAK_TRAINING = {"epochs": 1, "batch_size": 6, "learning_rate": 3.0e-4}  # 15 steps

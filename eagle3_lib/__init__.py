@@ -1,7 +1,8 @@
-"""EAGLE-3 speculative decoding, one module per stage: is a low acceptance the drafter's fault or the engine's?
+"""EAGLE-3 speculative decoding: is a low acceptance the drafter's fault or the engine's?
 
-The notebooks call the stage modules (preflight, profile, generate, extract, train, audit, benchmark, replay, diagnose,
-publish). Shared by all: params, provenance, targets, drafter, checkpoint, features, acceptance, plots, engines.
+Rooms, in the order in which they may import each other (tests/unit/test_layers.py): targets, drafter, verdict, engines,
+compat and reports, features, training, stages. Notebooks import stages, reports and params only. In this folder itself
+lies what every room uses: params, errors, paths, files, manifest, journal, process.
 """
 
 import warnings

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from .provenance import short_path, write_text
+from .files import write_text
+from .paths import short_path
 
 
 class Journal:

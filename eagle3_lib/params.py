@@ -4,7 +4,7 @@ A notebook's parameters cell holds the names and defaults of its stage's model; 
 ``Model.from_notebook(globals())``, which refuses unknown names and wrong values. A params file gives the run's name, a
 ``shared`` section for settings of several stages, the ``drafters`` (name: folder) and ``engines`` (names, or name:
 settings such as engine, engine_python, engine_args) of the run, and one section per stage. Other fields may stand in braces inside a text: ``runs/{run}/train``.
-``expect`` holds figures to hold the run against; :mod:`eagle3_lib.plan` reads it.
+``expect`` holds figures to hold the run against; :mod:`eagle3_lib.compat.plan` reads it.
 """
 
 import ast
@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails
 
 from .errors import Eagle3Error
-from .provenance import ROOT, project_path, short_path, write_text
+from .files import write_text
+from .paths import ROOT, project_path, short_path
 
 EngineKind = Literal["vllm", "sglang"]
 BASE_DRAFTER = "drafters/smollm2-135m-eagle3"
@@ -43,6 +44,11 @@ class Stage(BaseModel):
                 except (KeyError, ValueError, IndexError) as error:
                     raise ValueError(f"{name}: {value!r} has a brace that names no field: {error}") from error
         return self
+
+    @property
+    def figures(self) -> Path:
+        """Where the stage's notebook saves its figures."""
+        return project_path(self.out) / "figures"
 
     @classmethod
     def from_notebook(cls, namespace: dict) -> Self:
@@ -315,7 +321,7 @@ class TrainParams(Stage):
     drafter: where training starts; its draft vocabulary and switches are kept. from_scratch: fresh weights in its sizes.
     head: start lm_head as it is, or as the target's rows. batch_size: samples of an optimiser step, however many passes
     and processes they are divided over; tokens_per_pass: tokens of one forward and backward pass. schedule: of the rate
-    after warm-up. loss: see :mod:`eagle3_lib.losses`. ema: decay of averaged weights, which are then evaluated and
+    after warm-up. loss: see :mod:`eagle3_lib.training.losses`. ema: decay of averaged weights, which are then evaluated and
     exported; 0: none. precision: bfloat16 keeps float32 master weights. evaluate_every, save_every: steps; 0: after each
     epoch. patience: stop after so many evaluations without a better one and export the best; 0: never. overfit: train on
     one sample until every draft is accepted.

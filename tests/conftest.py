@@ -7,7 +7,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest  # noqa: E402
 
-from eagle3_lib import targets  # noqa: E402
+from eagle3_lib.targets import targets  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,8 @@ from snakemake.cli import main as snakemake
 
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import Run
+from eagle3_lib.paths import ROOT
 from eagle3_lib.process import die_with_parent
-from eagle3_lib.provenance import ROOT
 
 
 def main() -> None:

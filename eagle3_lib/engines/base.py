@@ -22,12 +22,11 @@ import httpx
 import openai
 import psutil
 
-from .. import clean_room
 from ..errors import Eagle3Error
 from ..params import GREEDY, SamplingSettings
+from ..paths import project_path, short_path
 from ..process import end_group
-from ..provenance import project_path, short_path
-from . import definitions
+from . import clean_room, definitions
 
 LOG_LINES_SHOWN = 25
 ERROR_LINE = re.compile(r"(?:^|\])\s*[\w.]+(?:Error|Exception): ")
@@ -40,7 +39,7 @@ class Server:
     model: the name to ask for; load_s: from launch to the first completion; tells_rounds: each answer carries the accepted
     count of every round. Otherwise rounds are read off the streamed chunks, which holds for one request at a time. stall_s:
     a request that gets no token for so long has met a hang. log, group: of a server that :func:`launch` started. room: what
-    held the GPUs before and after it (:mod:`eagle3_lib.clean_room`), known when it has ended; empty without a GPU. left_out:
+    held the GPUs before and after it (:mod:`eagle3_lib.engines.clean_room`), known when it has ended; empty without a GPU. left_out:
     options that this version does not know (:mod:`eagle3_lib.engines.options`).
     """
 

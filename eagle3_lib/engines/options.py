@@ -8,6 +8,7 @@ import functools
 import re
 import subprocess
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 from ..errors import Eagle3Error
 
@@ -112,3 +113,15 @@ def for_version(
 
 def _dotted(release: tuple[int, ...]) -> str:
     return ".".join(map(str, release))
+
+
+def tensor_parallel(engine_args: list[str]) -> int:
+    """The tensor parallel size that an engine was started with, from its command-line words; 1 where they say none."""
+    return number_after(engine_args, "--tensor-parallel-size", "-tp", "--tp-size", "--tp") or 1
+
+
+def number_after(words: list[str], *flags: str) -> int | None:
+    """The number that the last of some options is given; None where there is none, or it turns something off (-1)."""
+    parted = [part for word in words for part in word.split("=", 1)]
+    found = [value for flag, value in pairwise(parted) if flag.replace("_", "-") in flags and value.isdigit()]
+    return int(found[-1]) if found else None

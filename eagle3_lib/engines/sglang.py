@@ -113,7 +113,7 @@ def sampling_parameters(sampling: SamplingSettings, max_tokens: int) -> dict:
 
 
 def decode(server: Server, prompt_ids: list[int], tokens: int, batch: int) -> int:
-    """A list of prompts in one request to /generate; see :func:`eagle3_lib.engines.decode`."""
+    """A list of prompts in one request to /generate; see :func:`eagle3_lib.engines.serving.decode`."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     body = {"input_ids": [prompt_ids] * batch, "sampling_params": sampling}
     try:

@@ -102,7 +102,7 @@ def serve(
         command += CPU_ARGUMENTS
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"} | (CPU_ENV if build == "cpu" else {})
     if profile_dir:
-        env |= {"VLLM_CUSTOM_SCOPES_FOR_PROFILING": "1"}  # marks the drafter's part, see eagle3_lib/traces.py
+        env |= {"VLLM_CUSTOM_SCOPES_FOR_PROFILING": "1"}  # marks the drafter's part, see eagle3_lib/engines/traces.py
     server = Server(
         f"http://127.0.0.1:{port}",
         "target",
@@ -117,7 +117,7 @@ def serve(
 
 
 def decode(server: Server, prompt_ids: list[int], tokens: int, batch: int) -> int:
-    """A list of prompts in one completion; see :func:`eagle3_lib.engines.decode`."""
+    """A list of prompts in one completion; see :func:`eagle3_lib.engines.serving.decode`."""
     try:
         reply = server.client().completions.create(
             model=server.model,

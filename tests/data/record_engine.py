@@ -15,10 +15,12 @@ from pathlib import Path
 
 import httpx
 
-from eagle3_lib import engines, targets
-from eagle3_lib.engines import vllm
+from eagle3_lib.compat import launch
+from eagle3_lib.engines import base, vllm
+from eagle3_lib.files import write_json
 from eagle3_lib.params import BenchmarkParams
-from eagle3_lib.provenance import project_path, write_json
+from eagle3_lib.paths import project_path
+from eagle3_lib.targets import targets
 
 DRAFTER = "drafters/smollm2-135m-eagle3"
 QUESTION = "Name three animals that live in the sea."
@@ -37,7 +39,7 @@ def main() -> None:
     body = {"model": "target", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0.0, "seed": 0, "return_token_ids": True}  # fmt: skip
     with (
         tempfile.TemporaryDirectory() as logs,
-        engines.serve(params, folder, Path(logs) / "log", engines.Speculation("base", DRAFTER, 4)) as server,
+        launch.serve(params, folder, Path(logs) / "log", base.Speculation("base", DRAFTER, 4)) as server,
     ):
         before, url = speculation_metrics(server.url), f"{server.url}/v1/completions"
         options = {"stream": True, "stream_options": {"include_usage": True}}

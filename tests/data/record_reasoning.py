@@ -14,8 +14,9 @@ from transformers import AddedToken, AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatMessage
 from vllm.reasoning import ReasoningParserManager
 
-from eagle3_lib import targets
-from eagle3_lib.provenance import project_path, write_json
+from eagle3_lib.files import write_json
+from eagle3_lib.paths import project_path
+from eagle3_lib.targets import targets
 
 END = "<|im_end|>"
 OUTPUTS = {  # name: (what the template adds to the prompt's end, what the target writes)

@@ -12,8 +12,8 @@ import time
 import psutil
 import pytest
 
-from eagle3_lib import runs_index
-from eagle3_lib.provenance import ROOT
+from eagle3_lib.paths import ROOT
+from eagle3_lib.reports import runs_index
 
 RUN = ROOT / "runs" / "test-tiny"
 REPORT = ROOT / "reports" / "test-tiny"

@@ -9,8 +9,12 @@ import json
 import pytest
 import torch
 
-from eagle3_lib import checkpoint, export, gates, offline, replay, targets
-from eagle3_lib.provenance import ROOT
+from eagle3_lib.compat import export, gates
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.engines import offline
+from eagle3_lib.paths import ROOT
+from eagle3_lib.targets import capture, targets
+from eagle3_lib.verdict import replay, rounds
 
 pytestmark = pytest.mark.skipif(gates.source_tree("vllm") is None, reason="vLLM is not installed")
 STEPS, MAX_TOKENS, PROMPTS = 4, 24, 4
@@ -76,7 +80,7 @@ def variants(target):
 
 def feature_scale(target) -> float:
     text = prompts()[0]
-    return next(iter(replay.capture(target, [text], (2, 15, 27)))).fused.square().mean(-1).sqrt().median().item()
+    return next(iter(capture.capture(target, [text], (2, 15, 27)))).fused.square().mean(-1).sqrt().median().item()
 
 
 def prompts() -> list[list[int]]:
@@ -110,9 +114,9 @@ def compared(drafter, target, answers) -> tuple[int, int, int]:
     """Whole rounds, drafts that the engine accepted in them, and rounds in which the replay says otherwise."""
     rows, texts = [], [answer.prompt_ids + answer.output_ids for answer in answers]
     for answer, text, features in zip(
-        answers, texts, replay.capture(target, texts, drafter.config.boundaries), strict=True
+        answers, texts, capture.capture(target, texts, drafter.config.boundaries), strict=True
     ):
         proposed = replay.drafts(drafter, features.fused[None], torch.tensor([text]), STEPS)[0]
-        rows += replay.compare(answer.accepted, replay.accepted_at(proposed, text), len(answer.prompt_ids), STEPS)
+        rows += rounds.compare(answer.accepted, replay.accepted_at(proposed, text), len(answer.prompt_ids), STEPS)
     rows = [row for row in rows if not row["cut"]]
     return len(rows), sum(row["engine"] for row in rows), sum(row["engine"] != row["replay"] for row in rows)

@@ -9,8 +9,12 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from eagle3_lib import checkpoint, export, gates, offline, replay
-from eagle3_lib.drafter import Drafter, DrafterConfig, LatentSizes
+from eagle3_lib.compat import export, gates
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.drafter.model import Drafter, DrafterConfig, LatentSizes
+from eagle3_lib.engines import offline
+from eagle3_lib.targets import capture
+from eagle3_lib.verdict import replay, rounds
 
 pytestmark = pytest.mark.skipif(gates.source_tree("vllm") is None, reason="vLLM is not installed")
 STEPS, VOCAB, LAYERS = 3, 96, 6
@@ -76,7 +80,7 @@ def drafter(target, texts):
     drafter.initialise(seed=0)
     drafter.set_vocabulary(torch.arange(VOCAB))
     drafter.share_embedding(model.get_input_embeddings().weight)
-    captured = replay.capture(model, texts.tolist(), CONFIG.boundaries)
+    captured = capture.capture(model, texts.tolist(), CONFIG.boundaries)
     features = torch.stack([item.fused for item in captured])
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], 2e-3)
     for _ in range(40):
@@ -102,9 +106,9 @@ def test_vllm_serves_the_latent_drafter_as_it_was_trained(target, texts, drafter
     rows = []
     for answer in answers:
         text = answer.prompt_ids + answer.output_ids
-        (features,) = replay.capture(model, [text], CONFIG.boundaries)
+        (features,) = capture.capture(model, [text], CONFIG.boundaries)
         proposed = replay.drafts(loaded, features.fused[None], torch.tensor([text]), STEPS)[0]
-        rows += replay.compare(answer.accepted, replay.accepted_at(proposed, text), len(answer.prompt_ids), STEPS)
+        rows += rounds.compare(answer.accepted, replay.accepted_at(proposed, text), len(answer.prompt_ids), STEPS)
     rows = [row for row in rows if not row["cut"]]
     differing, accepted = sum(r["engine"] != r["replay"] for r in rows), sum(r["engine"] for r in rows)
     print(f"latent attention: {len(rows)} rounds, {accepted} accepted, {differing} differ")

@@ -2,10 +2,11 @@
 
 import pytest
 
-from eagle3_lib import audit, gates, targets
+from eagle3_lib.compat import chat_template, gates
 from eagle3_lib.engines import vllm
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import BenchmarkParams
+from eagle3_lib.targets import targets
 
 pytestmark = pytest.mark.skipif(gates.source_tree("vllm") is None, reason="vLLM is not installed")
 CONVERSATIONS = [
@@ -23,9 +24,9 @@ def test_template_parity_with_the_server(tmp_path):
     folder = targets.resolve(targets.SMOLLM2)
     tokenizer = targets.load_tokenizer(folder)
     with vllm.serve(BenchmarkParams(max_model_len=256), folder, tmp_path / "log") as server:
-        served = audit.served_ids(server.url, server.model, CONVERSATIONS)
+        served = chat_template.served_ids(server.url, server.model, CONVERSATIONS)
         with pytest.raises(Eagle3Error, match="/nothing/tokenize"):
-            audit.served_ids(f"{server.url}/nothing", server.model, CONVERSATIONS)
-    assert [f.severity for f in audit.template_parity(tokenizer, CONVERSATIONS, served)] == ["ok"]
+            chat_template.served_ids(f"{server.url}/nothing", server.model, CONVERSATIONS)
+    assert [f.severity for f in chat_template.template_parity(tokenizer, CONVERSATIONS, served)] == ["ok"]
     tokenizer.chat_template = tokenizer.chat_template.replace("<|im_start|>assistant", "<|im_start|> assistant")
-    assert [f.severity for f in audit.template_parity(tokenizer, CONVERSATIONS, served)] == ["wrong"]
+    assert [f.severity for f in chat_template.template_parity(tokenizer, CONVERSATIONS, served)] == ["wrong"]

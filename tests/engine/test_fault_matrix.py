@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_lib import diagnose
+from eagle3_lib.verdict import diagnose
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "fault_matrix.py"
 

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle3_lib import parity, replay
-from eagle3_lib.backends import Wanted, vllm_backend
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.targets import render
+from eagle3_lib.features import parity
+from eagle3_lib.features.backends import vllm_backend
+from eagle3_lib.features.wanted import Wanted
+from eagle3_lib.targets import capture
+from eagle3_lib.targets.targets import render
 
 BOUNDARIES, LAYERS = (2, 15, 27), 30
 QUESTIONS = ["Name three animals that live in the sea.", "Why is the sky blue? Answer in one sentence."]
@@ -21,7 +23,7 @@ def test_vllm_and_transformers_agree_and_an_off_by_one_is_named(target, target_f
     wanted = Wanted(target_folder, (*BOUNDARIES, *shifted), draft_ids, max_model_len=256, log=tmp_path / "log")
     with vllm_backend(replace(wanted, engine_options={"max_num_seqs": 4})) as features:
         found = list(features(texts))
-    whole = list(replay.capture(target, texts, range(LAYERS + 1), draft_ids=draft_ids))
+    whole = list(capture.capture(target, texts, range(LAYERS + 1), draft_ids=draft_ids))
     every = dict(enumerate(torch.cat([f.fused for f in whole]).unflatten(-1, (LAYERS + 1, -1)).unbind(-2)))
     streams = torch.cat([f.fused for f in found]).unflatten(-1, (6, -1)).unbind(-2)
 

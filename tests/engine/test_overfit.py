@@ -2,10 +2,12 @@
 
 import torch
 
-from eagle3_lib import checkpoint, replay, targets, train
+from eagle3_lib.drafter import checkpoint
 from eagle3_lib.engines import base, vllm
-from eagle3_lib.features import Sample, Writer
+from eagle3_lib.features.store import Sample, Writer
 from eagle3_lib.params import BASE_DRAFTER, BenchmarkParams, TrainParams
+from eagle3_lib.stages import train
+from eagle3_lib.targets import capture, targets
 
 QUESTION, TOKENS, STEPS = "Explain why people sleep.", 31, 4
 
@@ -14,7 +16,7 @@ def test_overfitting_one_answer_is_accepted_whole_by_the_engine(target, target_f
     prompt = targets.render(tokenizer, [{"role": "user", "content": QUESTION}])
     ids = target.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False)[0].tolist()
     boundaries = checkpoint.load_for(BASE_DRAFTER, targets.SMOLLM2, target).config.boundaries
-    (features,) = replay.capture(target, [ids], boundaries)
+    (features,) = capture.capture(target, [ids], boundaries)
     writer = Writer(tmp_path / "features", {"target": targets.SMOLLM2, "boundaries": list(boundaries)})
     writer.add_shard(0, [Sample("sleep", "train", len(prompt), ids, features)], torch.float32)
 

@@ -7,12 +7,14 @@ import pytest
 import torch
 from jupyter_client.manager import start_new_kernel
 
-from eagle3_lib import acceptance, checkpoint, replay
+from eagle3_lib.drafter import checkpoint
 from eagle3_lib.engines import base, vllm
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import BenchmarkParams
-from eagle3_lib.provenance import ROOT
-from eagle3_lib.targets import render
+from eagle3_lib.paths import ROOT
+from eagle3_lib.targets import capture
+from eagle3_lib.targets.targets import render
+from eagle3_lib.verdict import acceptance, replay, rounds
 
 DRAFTER = "drafters/smollm2-135m-eagle3"
 QUESTIONS = ["Name three animals that live in the sea.", "Why is the sky blue?", "Write a short story about a fox."]
@@ -42,15 +44,15 @@ def test_rounds_equal_the_replay_and_tokens_the_targets_own(target, target_folde
     texts = [prompt + answer.output_ids for prompt, answer in zip(prompts, answers, strict=True)]
     rows = []
     for prompt, answer, text, features in zip(
-        prompts, answers, texts, replay.capture(target, texts, drafter.config.boundaries), strict=True
+        prompts, answers, texts, capture.capture(target, texts, drafter.config.boundaries), strict=True
     ):
         assert features.argmax[len(prompt) - 1 : -1].tolist() == answer.output_ids
         assert answer.drafted == [4] * len(answer.accepted) and 0 < answer.first_token_s < answer.seconds
         proposed = replay.drafts(drafter, features.fused[None], torch.tensor([text]), 4)[0]
-        rows += replay.compare(answer.accepted, replay.accepted_at(proposed, text), len(prompt), 4)
+        rows += rounds.compare(answer.accepted, replay.accepted_at(proposed, text), len(prompt), 4)
     assert len(rows) > 40
-    rounds = acceptance.request_counts([answer.accepted for answer in answers], 4).sum(0).tolist()
-    assert counted == {"rounds": rounds[0], "drafted": 4 * rounds[0], "accepted": rounds[1:]}
+    total = acceptance.request_counts([answer.accepted for answer in answers], 4).sum(0).tolist()
+    assert counted == {"rounds": total[0], "drafted": 4 * total[0], "accepted": total[1:]}
     for answer in answers:  # one request at a time: a streamed chunk is a round; the limit may cut the last
         assert answer.rounds_from_chunks()[:-1] == answer.accepted[:-1]
     assert [row for row in rows if row["engine"] != row["replay"] and not row["cut"]] == []

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from eagle3_lib.params import STAGES, Run
-from eagle3_lib.provenance import ROOT
-from eagle3_lib.tiny_mla import TinyMlaParams
+from eagle3_lib.paths import ROOT
+from recipes.tiny_mla import TinyMlaParams
 
 STAGE_NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 STAGE_OF = dict(zip([path.stem for path in STAGE_NOTEBOOKS], STAGES, strict=True))

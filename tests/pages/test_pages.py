@@ -7,9 +7,10 @@ import browser
 import pytest
 from nbformat import v4
 
-from eagle3_lib import break_even, plots, publish, report
-from eagle3_lib.provenance import ROOT
-from eagle3_lib.runs_index import write_index
+from eagle3_lib.paths import ROOT
+from eagle3_lib.reports import plots, publish, report
+from eagle3_lib.reports.runs_index import write_index
+from eagle3_lib.verdict import break_even
 
 PUBLISHED = ROOT / "reports" / "quickstart"
 

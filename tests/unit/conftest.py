@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from eagle3_lib import checkpoint, faults, replay
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.targets import capture
+from eagle3_lib.verdict import changes, hypotheses, replay
 
 RECORDED = Path(__file__).parents[1] / "data" / "vllm_cpu_replay.json"
 
@@ -16,16 +18,16 @@ def recorded(target):
     """vLLM 0.32 on a CPU, float32, greedy, K = 4, 12 prompts; the record's origin is in docs/faults.md."""
     record = json.loads(RECORDED.read_text())
     drafter = checkpoint.load_for("drafters/smollm2-135m-eagle3", "SmolLM2", target)
-    setups = faults.hypotheses(drafter, faults.TargetParts.of(target))
+    setups = hypotheses.hypotheses(drafter, changes.TargetParts.of(target))
     requests = [(request["prompt_ids"], request["output_ids"]) for request in record["requests"]]
     texts = [prompt + output for prompt, output in requests]
-    features = list(replay.capture(target, texts, drafter.config.boundaries, also=faults.extra_streams(setups)))
-    laid, steps = faults.texts_of(requests, features), record["num_speculative_tokens"]
+    features = list(capture.capture(target, texts, drafter.config.boundaries, also=hypotheses.extra_streams(setups)))
+    laid, steps = hypotheses.texts_of(requests, features), record["num_speculative_tokens"]
     few = slice(1, 6)  # enough requests for a verdict
-    correct_counts = replay.counts_at(setups[faults.HEALTHY], laid, replay.all_slots(laid), steps)
+    correct_counts = replay.counts_at(setups[changes.HEALTHY], laid, replay.all_slots(laid), steps)
     return SimpleNamespace(
         record=record,
-        few=faults.texts_of(requests[few], features[few]),
+        few=hypotheses.texts_of(requests[few], features[few]),
         correct_counts=correct_counts,
         few_correct_counts=correct_counts[few],
         steps=steps,

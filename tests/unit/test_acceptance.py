@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eagle3_lib import acceptance
+from eagle3_lib.verdict import acceptance
 
 REQUESTS = [[0, 3, 1], [2, 0], [3]]  # accepted counts of 6 rounds
 

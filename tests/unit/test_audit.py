@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_checkpoint_formats import BASE, MLA, TARGET, drafter_of, stored
 
-from eagle3_lib import audit, checkpoint, export, gates
+from eagle3_lib.compat import audit, chat_template, export, gates, rules
+from eagle3_lib.drafter import checkpoint
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.known_configs import known_config
+from eagle3_lib.stages.audit import require_servable
+from eagle3_lib.targets.known_configs import known_config
 
 IDS = checkpoint.IDS
 KIMI = known_config("Kimi-K2.5")
@@ -59,7 +61,7 @@ def boundaries(folder, engine, version, runner="", target=KIMI):
     finding = next(f for f in audit.check(folder, target, engine, version, runner=runner) if f.rule == "boundaries")
     raw = checkpoint.read_config(folder)
     return list(
-        audit.captured(raw, engine, version, audit.Target.from_config(target), runner).boundaries
+        rules.captured(raw, engine, version, rules.Target.from_config(target), runner).boundaries
     ), finding.severity
 
 
@@ -86,20 +88,20 @@ def test_output_ids_inside_eagle_config_on_kimi(engine, version, runner, capture
 
 def test_the_shim_is_right_in_every_vllm(tmp_path):
     out = export.shim(kimi(tmp_path, **{IDS: None}), tmp_path / "shim", KIMI)
-    for version in audit.rules()["versions"]["vllm"]:
-        for runner in audit.runners("vllm", version):
+    for version in rules.rules()["versions"]["vllm"]:
+        for runner in rules.runners("vllm", version):
             assert boundaries(out, "vllm", version, runner) == ([2, 30, 58], "ok")
 
 
 def test_default_runner_by_version_and_target(monkeypatch):
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     monkeypatch.setattr(audit, "is_installed", lambda *_: False)
-    llama, moe = audit.Target.from_config(TARGET), audit.Target.from_config(KIMI)
+    llama, moe = rules.Target.from_config(TARGET), rules.Target.from_config(KIMI)
     versions = ("0.16.0", "0.23.0", "0.26.0", "0.33.0")
-    assert [audit.default_runner("vllm", v, llama) for v in versions] == ["v1", "v2", "v2", "v2"]
-    assert [audit.default_runner("vllm", v, moe) for v in versions] == ["v1", "v1", "v1", "v2"]
+    assert [rules.default_runner("vllm", v, llama) for v in versions] == ["v1", "v2", "v2", "v2"]
+    assert [rules.default_runner("vllm", v, moe) for v in versions] == ["v1", "v1", "v1", "v2"]
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert audit.default_runner("vllm", "0.33.0", llama) == "v1"
+    assert rules.default_runner("vllm", "0.33.0", llama) == "v1"
 
 
 def test_a_speculators_default_drafter_on_each(tmp_path):
@@ -204,10 +206,10 @@ def test_an_embedding_that_is_a_copy_is_no_fault(tmp_path):
 def test_every_rule_has_a_trait_and_a_source(tmp_path):
     survey = checkpoint.survey(small(tmp_path))
     known = set(audit.all_traits(survey, BASE, served=0)) | {"last_boundary"}
-    for rule in audit.rules()["rules"]:
+    for rule in rules.rules()["rules"]:
         assert rule["when"] in known, rule["when"]
         assert rule["severity"] in ("note", "ignored", "wrong", "fails") and rule["source"] and rule["remedy"]
-        versions = audit.rules()["versions"][rule["engine"]]
+        versions = rules.rules()["versions"][rule["engine"]]
         assert rule["since"] in versions and rule.get("until", versions[0]) in versions
 
 
@@ -279,13 +281,13 @@ class Tokenizer(SimpleNamespace):
 
 def test_template_parity_names_the_first_position_that_differs():
     conversation = [[{"role": "user", "content": "hello"}]]
-    assert audit.template_parity(Tokenizer(ids=[1, 2, 3]), conversation, [[1, 2, 3]])[0].severity == "ok"
-    found = audit.template_parity(Tokenizer(ids=[1, 2, 3]), conversation, [[1, 2, 4, 5]])[0]
+    assert chat_template.template_parity(Tokenizer(ids=[1, 2, 3]), conversation, [[1, 2, 3]])[0].severity == "ok"
+    found = chat_template.template_parity(Tokenizer(ids=[1, 2, 3]), conversation, [[1, 2, 4, 5]])[0]
     assert (found.severity, "from position 2 on: [3] here, [4, 5] served" in found.what) == ("wrong", True)
 
 
 def test_what_only_the_strict_loader_sees(tmp_path):
-    folder, target = small(tmp_path), audit.Target.from_config(TARGET)
+    folder, target = small(tmp_path), rules.Target.from_config(TARGET)
     assert audit.strict(folder, target, []) == []
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"norm.weight": torch.full((32,), float("nan"))}, folder / "model.safetensors")
@@ -303,4 +305,4 @@ def test_require_servable_tells_every_fault(tmp_path):
     with pytest.raises(
         Eagle3Error, match="(?s)wrong: without d2t.*wrong: without lm_head|wrong: without lm_head.*wrong: without d2t"
     ):
-        audit.require_servable(report)
+        require_servable(report)

@@ -6,11 +6,19 @@ import re
 import pytest
 import torch
 
-from eagle3_lib import benchmark, checkpoint, engines, measured, replay, report, rounds
-from eagle3_lib.answers import Answer
-from eagle3_lib.drafter import Drafter, DrafterConfig
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.drafter.model import Drafter, DrafterConfig
+from eagle3_lib.engines import (
+    base,
+    measured,  # CHECK
+    options,
+)
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import GREEDY, BenchmarkParams, ReplayParams
+from eagle3_lib.reports import report
+from eagle3_lib.stages import benchmark, replay
+from eagle3_lib.targets.answers import Answer
+from eagle3_lib.verdict import rounds
 
 IMPORTED = {
     "mode": "base",
@@ -125,7 +133,7 @@ def test_counters_over_all_requests_contradict_joined_chunks():
 
 
 def test_rounds_are_read_off_the_stream():
-    answer = engines.Completion([1])
+    answer = base.Completion([1])
     for ids, second in (([5], 0.1), ([6, 7, 8], 0.2), ([], 0.3), ([9], 0.4)):
         answer.add_chunk(ids, second)
     assert answer.rounds_from_chunks() == [2, 0]
@@ -225,9 +233,9 @@ def test_more_accepted_than_k_in_joined_chunks_is_a_contradiction_and_no_error(t
 
 
 def test_tensor_parallel_size_is_read_off_the_engines_words():
-    assert measured.tensor_parallel([]) == 1
-    assert measured.tensor_parallel(["--eager", "--tensor-parallel-size", "8"]) == 8
-    assert measured.tensor_parallel(["--tp-size=4"]) == 4
+    assert options.tensor_parallel([]) == 1
+    assert options.tensor_parallel(["--eager", "--tensor-parallel-size", "8"]) == 8
+    assert options.tensor_parallel(["--tp-size=4"]) == 4
 
 
 def test_prompts_that_may_have_been_prefilled_in_chunks():
@@ -247,7 +255,7 @@ def test_an_answer_is_asked_again_while_its_chunks_contradict_the_counters(monke
 
     def complete(server, prompt_ids, max_tokens, **options):
         asked.append(options["sampling"])
-        answer = engines.Completion(prompt_ids)
+        answer = base.Completion(prompt_ids)
         for ids in ([5], [6, 7, 8]) if len(asked) == 1 else ([5], [6], [7, 8]):
             answer.add_chunk(ids, 0.1)
         counted["rounds"] += 2
@@ -255,8 +263,8 @@ def test_an_answer_is_asked_again_while_its_chunks_contradict_the_counters(monke
         counted["accepted"] = [counted["accepted"][0] + 1, 0, 0, 0]
         return answer
 
-    monkeypatch.setattr(engines, "complete", complete)
-    monkeypatch.setattr(engines, "counters", lambda server: dict(counted))
+    monkeypatch.setattr(benchmark.serving, "complete", complete)
+    monkeypatch.setattr(benchmark.serving, "counters", lambda server: dict(counted))
     params = BenchmarkParams(mode="base", drafter="drafters/smollm2-135m-eagle3", temperature=0.5)
     prompt = Answer("a", "held_out", "", [1, 2], [], "", "", 0.0)
     request = benchmark._by_chunks(None, prompt, params)

@@ -3,8 +3,9 @@
 import matplotlib.pyplot as plt
 import pytest
 
-from eagle3_lib import break_even, plots, report
 from eagle3_lib.errors import Eagle3Error
+from eagle3_lib.reports import plots, report
+from eagle3_lib.verdict import break_even
 
 CURVE = [0.7, 0.5, 0.35, 0.2]
 

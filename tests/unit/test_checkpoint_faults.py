@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_checkpoint_formats import BASE, LAYERS, TARGET, drafter_of
 
-from eagle3_lib import audit, checkpoint
+from eagle3_lib.compat import audit
+from eagle3_lib.drafter import checkpoint
 from eagle3_lib.errors import Eagle3Error
 
 

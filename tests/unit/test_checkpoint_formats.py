@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eagle3_lib import checkpoint, export
-from eagle3_lib.drafter import Drafter, DrafterConfig, LatentSizes
+from eagle3_lib.compat import export
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.drafter.model import Drafter, DrafterConfig, LatentSizes
 from eagle3_lib.errors import Eagle3Error
 
 LAYERS = 12

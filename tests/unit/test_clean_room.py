@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from eagle3_lib import clean_room
+from eagle3_lib.engines import clean_room
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from eagle3_lib import acceptance, diagnose, evidence, faults, slices
-from eagle3_lib import rounds as rounds_module
-from eagle3_lib.diagnose import CORRECT
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.evidence import NOISE, Table
+from eagle3_lib.verdict import acceptance, diagnose, evidence, hypotheses, slices
+from eagle3_lib.verdict import rounds as rounds_module
+from eagle3_lib.verdict.diagnose import CORRECT
+from eagle3_lib.verdict.evidence import NOISE, Table
 
 POSITIONS = 4
 
@@ -247,7 +247,7 @@ def test_answers_whose_rounds_are_not_told_are_left_out():
 
 def test_requests_are_laid_or_say_why_not():
     told = {"id": "a", "prompt_ids": [1], "output_ids": [5] * 4, "accepted": [1, 0]}
-    found = faults.lay_all([told, told | {"accepted": None}, told | {"accepted": [5]}], 4)
+    found = hypotheses.lay_all([told, told | {"accepted": None}, told | {"accepted": [5]}], 4)
     assert found[0] == rounds_module.Laid([1, 3], [True, True])
     assert found[1] == rounds_module.NOT_TOLD and found[2].startswith("found a round with 5 accepted drafts")
 

@@ -6,8 +6,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle3_lib import checkpoint, divisible, replay, targets
+from eagle3_lib.drafter import checkpoint
 from eagle3_lib.errors import Eagle3Error
+from eagle3_lib.targets import targets
+from eagle3_lib.verdict import replay
+from recipes import divisible
 
 DRAFTER = "drafters/smollm2-135m-eagle3"
 SIZES = {"num_hidden_layers": 3, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "hidden_size": 72}

@@ -7,7 +7,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from eagle3_lib.drafter import (
+from eagle3_lib.drafter.model import (
     Attention,
     DecoderLayer,
     Drafter,

@@ -9,18 +9,21 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from eagle3_lib import benchmark, clean_room, engines
-from eagle3_lib.engines import base
+from eagle3_lib.engines import (
+    base,
+    clean_room,  # CHECK
+)
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import BenchmarkParams
-from eagle3_lib.provenance import ROOT
+from eagle3_lib.paths import ROOT
+from eagle3_lib.stages import benchmark
 
 
 @contextlib.contextmanager
 def stub(fault, answers, log, timeout_s=20):
     port = base.pick_port(0)
     command = [sys.executable, str(ROOT / "tests/stub_engine.py"), str(port), fault, str(answers)]
-    server = engines.Server(f"http://127.0.0.1:{port}", "target", "vllm", "stub", stall_s=1)
+    server = base.Server(f"http://127.0.0.1:{port}", "target", "vllm", "stub", stall_s=1)
     try:
         with base.launch(command, {}, log, server, timeout_s) as running:
             yield running
@@ -70,11 +73,11 @@ def test_finished_repeats_outlive_an_engine_that_dies(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "stage", lambda *_: contextlib.nullcontext({}))
     monkeypatch.setattr(benchmark, "folder_hash", lambda path: "0")
     monkeypatch.setattr(benchmark.targets, "resolve", lambda target: tmp_path)
-    monkeypatch.setattr(engines, "counters", lambda server: None)
+    monkeypatch.setattr(benchmark.serving, "counters", lambda server: None)
     params = BenchmarkParams(out=str(tmp_path), timed_prompts=2, timed_tokens=2, max_tokens=10)
     first = 1 + 2 + 1 + 2 + 1  # readiness, acceptance, warm-up, one repeat, half of the next
     engine = {"answers": first}
-    monkeypatch.setattr(engines, "serve", lambda *_: stub("die", engine["answers"], tmp_path / "server.log"))
+    monkeypatch.setattr(benchmark.launch, "serve", lambda *_: stub("die", engine["answers"], tmp_path / "server.log"))
     with pytest.raises(Eagle3Error, match="ended while"):
         benchmark.run(params)
     kept = [json.loads(line) for line in (tmp_path / "finished.jsonl").read_text().splitlines()][1:]

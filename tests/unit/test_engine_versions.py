@@ -5,11 +5,12 @@ import sys
 
 import pytest
 
-from eagle3_lib import acceptance, benchmark
 from eagle3_lib.engines import base, definitions, options, sglang, vllm
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import BenchmarkParams
-from eagle3_lib.provenance import ROOT
+from eagle3_lib.paths import ROOT
+from eagle3_lib.stages import benchmark
+from eagle3_lib.verdict import acceptance
 
 ANSWERS = json.loads((ROOT / "tests/data/vllm_answers.json").read_text())
 OPTIONS = json.loads((ROOT / "tests/data/engine_options.json").read_text())["options"]

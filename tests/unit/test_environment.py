@@ -4,7 +4,7 @@ import tomllib
 
 import yaml
 
-from eagle3_lib.provenance import ROOT
+from eagle3_lib.paths import ROOT
 
 
 def test_environment_only_names_our_extras():

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3_lib import diagnose, faults, replay
+from eagle3_lib.targets import capture
+from eagle3_lib.verdict import changes, diagnose, faults, hypotheses, replay
 
 
 def test_entries_are_whole():
@@ -42,10 +43,10 @@ def test_variants_share_tensors_and_leave_the_drafter_alone(recorded):
 
 
 def test_one_target_pass_serves_all(recorded):
-    needed = faults.extra_streams(recorded.setups)
+    needed = hypotheses.extra_streams(recorded.setups)
     boundaries = {1, 2, 3, 14, 15, 16, 26, 27, 28, 29, 30}
-    assert {k for kind, k in needed if kind == replay.RESIDUAL} == boundaries
-    assert {k for kind, k in needed if kind == replay.UPDATE} == {2, 15, 27}
+    assert {k for kind, k in needed if kind == capture.RESIDUAL} == boundaries
+    assert {k for kind, k in needed if kind == capture.UPDATE} == {2, 15, 27}
     assert needed <= set(recorded.features[0].streams)
 
 
@@ -63,7 +64,7 @@ def engine_with(fault: str, recorded) -> dict:
     slots = replay.all_slots(texts)
     rounds = replay.own_rounds(replay.counts_at(recorded.setups[fault], texts, slots, steps), texts)
     setups = {name: recorded.setups[name] for name in names}
-    counts = faults.replay_all(setups, texts, rounds, steps)
+    counts = hypotheses.replay_all(setups, texts, rounds, steps)
     examined = []
     for index, (text, start) in enumerate(zip(texts.texts, texts.prompt_lengths, strict=True)):
         accepted = [0] * (start - 1) + recorded.few_correct_counts[index]
@@ -74,8 +75,8 @@ def engine_with(fault: str, recorded) -> dict:
                 "output_length": len(text) - start,
                 "engine_rounds": rounds[index],
                 "drafted": [steps] * len(rounds[index]),
-                "replay_rounds": replay.walk(accepted, start),
-                "rows": replay.compare(rounds[index], accepted, start, steps),
+                "replay_rounds": rounds.walk(accepted, start),
+                "rows": rounds.compare(rounds[index], accepted, start, steps),
                 "hypotheses": {name: by_request[index] for name, by_request in counts.items()},
                 "lossless": 0,
             }
@@ -97,7 +98,7 @@ def test_a_fault_outside_the_catalogue_is_unknown(recorded):
 
 
 def test_a_healthy_engine_is_healthy(recorded):
-    verdict = diagnose.judge(engine_with(faults.HEALTHY, recorded))
+    verdict = diagnose.judge(engine_with(changes.HEALTHY, recorded))
     assert verdict.kind == diagnose.HEALTHY
     assert verdict.evidence["agreement"]["value"] == 1.0
     assert verdict.evidence["gap"]["value"] == 0.0
@@ -105,9 +106,9 @@ def test_a_healthy_engine_is_healthy(recorded):
 
 def test_histograms_are_enough(recorded):
     texts, steps = recorded.few, recorded.steps
-    names = (faults.HEALTHY, "boundaries -1", "boundaries +1", "norm_output flipped")
-    own = faults.replay_all({name: recorded.setups[name] for name in names}, texts, None, steps)
-    assert own[faults.HEALTHY] == replay.own_rounds(recorded.few_correct_counts, texts)
+    names = (changes.HEALTHY, "boundaries -1", "boundaries +1", "norm_output flipped")
+    own = hypotheses.replay_all({name: recorded.setups[name] for name in names}, texts, None, steps)
+    assert own[changes.HEALTHY] == replay.own_rounds(recorded.few_correct_counts, texts)
     requests = [
         {
             "histogram": torch.bincount(torch.tensor(own["boundaries +1"][index])).tolist(),

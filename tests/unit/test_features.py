@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from eagle3_lib.disk_plan import bytes_per_token, plan
+from eagle3_lib.compat.disk_plan import bytes_per_token, plan
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.features import FLOAT8, Sample, Store, Writer, damaged, from_float8, to_float8
-from eagle3_lib.provenance import ROOT
-from eagle3_lib.replay import Features
+from eagle3_lib.features.store import FLOAT8, Sample, Store, Writer, damaged, from_float8, to_float8
+from eagle3_lib.paths import ROOT
+from eagle3_lib.targets.capture import Features
 
 
 def sample(name, tokens, split="train", width=4):
@@ -103,8 +103,8 @@ def test_a_killed_writer_goes_on_after_its_last_whole_shard(store):
 WRITE_FOR_EVER = """
 import sys, torch
 from pathlib import Path
-from eagle3_lib.features import Sample, Writer
-from eagle3_lib.replay import Features
+from eagle3_lib.features.store import Sample, Writer
+from eagle3_lib.verdict.replay import Features
 writer = Writer(Path(sys.argv[1]), {"a": 1})
 ids = torch.arange(2000)
 one = Sample("s", "train", 2, ids.tolist(), Features(torch.randn(2000, 3072), torch.randn(2000, 1024), ids))

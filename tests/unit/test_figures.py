@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from eagle3_lib import plots, report
+from eagle3_lib.reports import plots, report
 
 # Machado, Oliveira, Fernandes 2009, https://doi.org/10.1109/TVCG.2009.113, severity 1.0, on linear RGB.
 VISIONS = {
@@ -48,7 +48,7 @@ def test_the_first_colours_are_told_apart(vision):
 
 
 def replayed(engine, replay, positions=4):
-    from eagle3_lib import acceptance
+    from eagle3_lib.verdict import acceptance
 
     return {
         "positions": positions,

@@ -6,8 +6,10 @@ import struct
 
 import pytest
 
-from eagle3_lib import fit, fit_probe
-from eagle3_lib.engines import PLAIN, Speculation
+from eagle3_lib.compat import fit, memory_plan
+from eagle3_lib.engines import options
+from eagle3_lib.engines.base import PLAIN, Speculation
+from eagle3_lib.engines.inside import fit_probe
 from eagle3_lib.params import BenchmarkParams
 
 H200 = {"name": "NVIDIA H200", "memory_gib": 139.8, "free_gib": 139.2, "compute_capability": "9.0"}
@@ -105,11 +107,11 @@ def test_code_runs_within_a_major_version_and_ptx_on_later_ones():
 
 def test_memory(target_folder):
     params = BenchmarkParams(mode="base", drafter="drafters/smollm2-135m-eagle3", dtype="bfloat16", max_model_len=8192)
-    needs = fit.memory_needs(params, target_folder, Speculation("base", params.drafter))
+    needs = memory_plan.memory_needs(params, target_folder, Speculation("base", params.drafter))
     assert needs["weights_gib"] == pytest.approx(134_515_008 * 2 / 2**30, abs=1e-3)
     assert needs["kv_gib"] == pytest.approx(30 * 2 * 3 * 64 * 2 * 8192 / 2**30, abs=1e-3)
     assert 0 < needs["drafter_gib"] < 0.1 and needs["gpus"] == 1
-    assert fit.memory_needs(params, target_folder, PLAIN)["drafter_gib"] == 0
+    assert memory_plan.memory_needs(params, target_folder, PLAIN)["drafter_gib"] == 0
     gpus = [H200]
     assert fit.memory_findings(needs, gpus, 0.9, "--gpu-memory-utilization") == []
     (taken,) = fit.memory_findings(needs, [H200 | {"free_gib": 70.0}], 0.9, "--gpu-memory-utilization")
@@ -129,14 +131,14 @@ def test_quantized_tensors_count_as_stored(tmp_path):
     }
     text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(154))
-    assert fit.weight_bytes(tmp_path, "bfloat16") == 4 * 8 * 2 + 4 * 4 + 10
+    assert memory_plan.weight_bytes(tmp_path, "bfloat16") == 4 * 8 * 2 + 4 * 4 + 10
 
 
 @pytest.mark.parametrize(
     "words", [["-tp", "8"], ["--tensor-parallel-size=8"], ["--tp", "8"], ["--eager", "--tp-size", "8"]]
 )
 def test_tensor_parallelism_in_arguments(words):
-    assert fit.tensor_parallel(words) == 8 and fit.tensor_parallel(["--other"]) == 1
+    assert options.tensor_parallel(words) == 8 and options.tensor_parallel(["--other"]) == 1
 
 
 def image(kind, architecture, size):

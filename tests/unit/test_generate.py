@@ -13,12 +13,13 @@ import pyarrow.parquet
 import pytest
 import stub_server
 
-from eagle3_lib import generate, prompts
-from eagle3_lib.answers import iter_answers, read_answers
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import GenerateParams
-from eagle3_lib.prompts import split_of
-from eagle3_lib.provenance import ROOT
+from eagle3_lib.paths import ROOT
+from eagle3_lib.stages import generate
+from eagle3_lib.targets import prompts
+from eagle3_lib.targets.answers import iter_answers, read_answers
+from eagle3_lib.targets.prompts import split_of
 
 QUICKSTART = [c.first_prompt for c in prompts.read("params/prompts/python_functions.jsonl")]
 TARGET = "models/SmolLM2-135M-Instruct"

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle3_lib import checkpoint, faults, replay, targets
-from eagle3_lib.drafter import Drafter
-from eagle3_lib.provenance import ROOT
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.drafter.model import Drafter
+from eagle3_lib.paths import ROOT
+from eagle3_lib.targets import capture, targets
+from eagle3_lib.verdict import changes, faults, hypotheses
 
 STEPS, LAYERS = 4, 12
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
@@ -130,7 +132,7 @@ def engines(drafter: Drafter, target) -> dict[str, Engine]:
     of_target.layers[0].self_attn.scale = drafter.layers[0].self_attn.scale  # of the drafter's own config
     embedding = drafter.embed_tokens.weight
     return {
-        faults.HEALTHY: given(right),
+        changes.HEALTHY: given(right),
         "boundaries -1": given(at(low - 1, middle - 1, high - 1)),
         "boundaries +1": given(at(low + 1, middle + 1, high + 1)),
         "default boundaries": given(at(2, 6, 9)),
@@ -227,9 +229,9 @@ def case(request):
     published = ROOT / "reports" / "tiny_mla" / "data" / "benchmark" / "healthy" / "public" / "benchmark.json"
     requests = [(r["prompt_ids"], r["output_ids"][:70]) for r in json.loads(published.read_text())["requests"][:2]]
     texts = [prompt + output for prompt, output in requests]
-    setups = faults.hypotheses(drafter, faults.TargetParts.of(target))
-    features = replay.capture(target, texts, drafter.config.boundaries, also=faults.extra_streams(setups))
-    found = faults.replay_all(setups, faults.texts_of(requests, features), None, STEPS)
+    setups = hypotheses.hypotheses(drafter, changes.TargetParts.of(target))
+    features = capture.capture(target, texts, drafter.config.boundaries, also=hypotheses.extra_streams(setups))
+    found = hypotheses.replay_all(setups, hypotheses.texts_of(requests, features), None, STEPS)
     return SimpleNamespace(
         name=request.param,
         requests=requests,
@@ -254,10 +256,10 @@ def test_all_are_tried_on_one_of_the_two(case):
         "with everything": {"boundaries +1", "fc_norm wrongly on", "norm_before_fc wrongly on"},
     }
     assert set(faults.FAULTS) - set(case.found) == inapplicable[case.name] | NOT_ON_THESE
-    assert set(case.engines) == set(faults.FAULTS) - NOT_ON_THESE | {faults.HEALTHY}
+    assert set(case.engines) == set(faults.FAULTS) - NOT_ON_THESE | {changes.HEALTHY}
 
 
-@pytest.mark.parametrize("fault", [faults.HEALTHY, *(name for name in faults.FAULTS if name not in NOT_ON_THESE)])
+@pytest.mark.parametrize("fault", [changes.HEALTHY, *(name for name in faults.FAULTS if name not in NOT_ON_THESE)])
 def test_an_engine_with_the_fault_makes_the_rounds_of_its_hypothesis(case, fault):
     if fault not in case.found:
         pytest.skip("cannot show with this drafter")
@@ -270,8 +272,8 @@ def test_an_engine_with_the_fault_makes_the_rounds_of_its_hypothesis(case, fault
 
 def test_the_rounds_tell_the_faults_from_a_healthy_engine(case):
     """What makes the test above worth something."""
-    healthy = case.found[faults.HEALTHY]
-    alike = {name for name, rounds in case.found.items() if rounds == healthy and name != faults.HEALTHY}
+    healthy = case.found[changes.HEALTHY]
+    alike = {name for name, rounds in case.found.items() if rounds == healthy and name != changes.HEALTHY}
     assert sum(map(sum, healthy)) >= (60 if case.name == "public" else 15)
     unseen = {"public": set(), "with everything": {"positions not advanced", "float8 features"}}
     assert alike <= unseen[case.name] | {"bfloat16 features"}

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle3_lib import checkpoint, diagnose, faults, replay, targets
-from eagle3_lib.provenance import ROOT
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.paths import ROOT
+from eagle3_lib.targets import capture, targets
+from eagle3_lib.verdict import changes, diagnose, hypotheses, replay
 
 ROPE, RANKS = "rope of the target", "captured before the sum over ranks"
 NAMES = ["boundaries -1", "boundaries +1", "last update missing", "rope theta 10000", ROPE, RANKS]
@@ -18,7 +20,7 @@ NAMES = ["boundaries -1", "boundaries +1", "last update missing", "rope theta 10
 def tiny():
     target = targets.load(ROOT / "targets" / "tiny-mla")
     drafter = checkpoint.load_for("drafters/tiny-mla-public", "targets/tiny-mla", target)
-    return SimpleNamespace(target=target, drafter=drafter, parts=faults.TargetParts.of(target))
+    return SimpleNamespace(target=target, drafter=drafter, parts=changes.TargetParts.of(target))
 
 
 def requests_of(recorded, rounds) -> list[dict]:
@@ -43,10 +45,10 @@ def shares(verdict) -> dict[str, float]:
 
 
 def test_ropes_that_are_alike_are_no_hypothesis(recorded, target, tiny):
-    assert faults.TargetParts.of(target).rope_parameters["rope_theta"] == 100000.0  # SmolLM2's and its drafter's
-    assert ROPE not in recorded.setups and ROPE not in faults.hypotheses(tiny.drafter, tiny.parts)
+    assert changes.TargetParts.of(target).rope_parameters["rope_theta"] == 100000.0  # SmolLM2's and its drafter's
+    assert ROPE not in recorded.setups and ROPE not in hypotheses.hypotheses(tiny.drafter, tiny.parts)
     more = tiny.parts.rope_parameters | {"beta_fast": 32, "factor": 4, "truncate": True}  # defaults, said
-    assert ROPE not in faults.hypotheses(tiny.drafter, replace(tiny.parts, rope_parameters=more))
+    assert ROPE not in hypotheses.hypotheses(tiny.drafter, replace(tiny.parts, rope_parameters=more))
 
 
 @pytest.mark.parametrize(
@@ -59,13 +61,13 @@ def test_ropes_that_are_alike_are_no_hypothesis(recorded, target, tiny):
     ],
 )
 def test_ropes_that_no_one_cache_holds_are_none(rope):
-    assert faults._rope_parameters(SimpleNamespace(rope_parameters=rope)) is None
+    assert changes._rope_parameters(SimpleNamespace(rope_parameters=rope)) is None
 
 
 def test_only_cos_and_sin_are_the_targets(tiny):
     """A latent drafter keeps the softmax scale of its own config: the cache holds no scale."""
     plain = {"rope_type": "default", "rope_theta": 5e6}
-    shared = faults.hypotheses(tiny.drafter, replace(tiny.parts, rope_parameters=plain), [ROPE])[ROPE].drafter
+    shared = hypotheses.hypotheses(tiny.drafter, replace(tiny.parts, rope_parameters=plain), [ROPE])[ROPE].drafter
     assert shared.layers[0].self_attn.scale == tiny.drafter.layers[0].self_attn.scale
     expected = 5e6 ** (-torch.arange(0, 64, 2) / 64)
     torch.testing.assert_close(shared.rotary.inv_freq, expected)
@@ -75,13 +77,13 @@ def test_only_cos_and_sin_are_the_targets(tiny):
 def test_an_engine_with_one_cache_for_both_is_named(recorded, target):
     """vllm-ascend#6612: a drafter of theta 100,000 turned by a target's 5,000,000."""
     plain = {"rope_type": "default", "rope_theta": 5e6}
-    parts = replace(faults.TargetParts.of(target), rope_parameters=plain)
-    setups = faults.hypotheses(recorded.drafter, parts, NAMES)
-    turned = replay.correct(faults.variant(recorded.drafter, rope_parameters=plain))
+    parts = replace(changes.TargetParts.of(target), rope_parameters=plain)
+    setups = hypotheses.hypotheses(recorded.drafter, parts, NAMES)
+    turned = replay.correct(changes.variant(recorded.drafter, rope_parameters=plain))
     slots = replay.all_slots(recorded.few)
     rounds = replay.own_rounds(replay.counts_at(turned, recorded.few, slots, recorded.steps), recorded.few)
-    del setups[faults.HEALTHY]
-    counts = faults.replay_all(setups, recorded.few, rounds, recorded.steps)
+    del setups[changes.HEALTHY]
+    counts = hypotheses.replay_all(setups, recorded.few, rounds, recorded.steps)
     assert counts[ROPE] == rounds
     equal = {
         name: sum(a == b for some, right in zip(found, rounds, strict=True) for a, b in zip(some, right, strict=True))
@@ -122,12 +124,12 @@ def rank_0(target, text, boundaries, ranks: int):
 
 def test_where_ranks_divide_nothing_it_is_no_hypothesis(recorded, target, tiny):
     assert RANKS not in recorded.setups  # one rank
-    assert RANKS in faults.hypotheses(recorded.drafter, faults.TargetParts.of(target, ranks=2))
-    assert faults.TargetParts.of(target).divided_mlps == set(range(1, 31))
-    assert faults.TargetParts.of(tiny.target, 2).divided_mlps == {1}  # experts from the second layer on
-    assert RANKS not in faults.hypotheses(tiny.drafter, faults.TargetParts.of(tiny.target, 2))
-    granite = replace(faults.TargetParts.of(target, ranks=2), divided_mlps=frozenset(range(1, 20)))
-    assert RANKS not in faults.hypotheses(recorded.drafter, granite)
+    assert RANKS in hypotheses.hypotheses(recorded.drafter, changes.TargetParts.of(target, ranks=2))
+    assert changes.TargetParts.of(target).divided_mlps == set(range(1, 31))
+    assert changes.TargetParts.of(tiny.target, 2).divided_mlps == {1}  # experts from the second layer on
+    assert RANKS not in hypotheses.hypotheses(tiny.drafter, changes.TargetParts.of(tiny.target, 2))
+    granite = replace(changes.TargetParts.of(target, ranks=2), divided_mlps=frozenset(range(1, 20)))
+    assert RANKS not in hypotheses.hypotheses(recorded.drafter, granite)
 
 
 def test_an_engine_that_captures_before_the_sum_is_named(recorded, target):
@@ -136,16 +138,18 @@ def test_an_engine_that_captures_before_the_sum_is_named(recorded, target):
     for text, start in zip(recorded.few.texts, recorded.few.prompt_lengths, strict=True):
         handed.append(rank_0(target, text, boundaries, 2))
         drafts = replay.drafts(recorded.drafter, handed[-1][None], torch.tensor([text]), recorded.steps)
-        rounds.append(replay.walk(replay.accepted_at(drafts[0], text), start))
-    setups = faults.hypotheses(recorded.drafter, faults.TargetParts.of(target, ranks=2), [RANKS])
-    wanted = faults.extra_streams(setups)
-    assert wanted == {(kind, k) for k in boundaries for kind in (replay.RESIDUAL, replay.OtherRanks(2))}
+        rounds.append(rounds.walk(replay.accepted_at(drafts[0], text), start))
+    setups = hypotheses.hypotheses(recorded.drafter, changes.TargetParts.of(target, ranks=2), [RANKS])
+    wanted = hypotheses.extra_streams(setups)
+    assert wanted == {(kind, k) for k in boundaries for kind in (capture.RESIDUAL, capture.OtherRanks(2))}
     some = recorded.few.texts[0][:41]
-    (features,) = replay.capture(target, [some], boundaries, also=wanted)
+    (features,) = capture.capture(target, [some], boundaries, also=wanted)
     laid, rows = replay.Texts([some], [1], [features.streams]), torch.arange(40)
     found = torch.cat([laid.source(source, rows, None) for source in setups[RANKS].sources], -1)
     torch.testing.assert_close(found, handed[0][:40], rtol=1e-4, atol=1e-3)
-    examined = faults.examine(target, recorded.drafter, requests_of(recorded, rounds), recorded.steps, NAMES, ranks=2)
+    examined = hypotheses.examine(
+        target, recorded.drafter, requests_of(recorded, rounds), recorded.steps, NAMES, ranks=2
+    )
     verdict = judged(examined, recorded)
     assert shares(verdict)[RANKS] == 1.0
     assert (verdict.kind, verdict.fault) == (diagnose.FAULT, RANKS), verdict.sentence
@@ -154,12 +158,12 @@ def test_an_engine_that_captures_before_the_sum_is_named(recorded, target):
 def test_the_real_engine_that_captured_before_the_sum(recorded, target):
     """benchmarks/tp_agreement.py: vLLM at tensor parallel 2, where each rank drafts from its own part, so not quite this."""
     measured = json.loads((ROOT / "benchmarks" / "results" / "tp_agreement.json").read_text())["requests"]["tp2_wrong"]
-    examined = faults.examine(target, recorded.drafter, measured, 4, [RANKS, "last update missing"], ranks=2)
-    equal = {faults.HEALTHY: 0, RANKS: 0, "last update missing": 0}
+    examined = hypotheses.examine(target, recorded.drafter, measured, 4, [RANKS, "last update missing"], ranks=2)
+    equal = {changes.HEALTHY: 0, RANKS: 0, "last update missing": 0}
     for request in examined:
         for number, row in enumerate(request["rows"]):
             if not row["cut"]:
-                equal[faults.HEALTHY] += row["replay"] == row["engine"]
+                equal[changes.HEALTHY] += row["replay"] == row["engine"]
                 for name, counts in request["hypotheses"].items():
                     equal[name] += counts[number] == row["engine"]
-    assert equal == {faults.HEALTHY: 114, RANKS: 120, "last update missing": 112}  # of 125 rounds
+    assert equal == {changes.HEALTHY: 114, RANKS: 120, "last update missing": 112}  # of 125 rounds

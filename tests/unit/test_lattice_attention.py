@@ -6,9 +6,9 @@ import pytest
 import torch
 from test_drafter_attention import BASE
 
-from eagle3_lib import attention
-from eagle3_lib.attention import Documents, lattice_attention
-from eagle3_lib.drafter import Drafter, LatentSizes
+from eagle3_lib.drafter import attention
+from eagle3_lib.drafter.attention import Documents, lattice_attention
+from eagle3_lib.drafter.model import Drafter, LatentSizes
 
 
 def assert_equal_to_1e5(found, expected, what=""):
@@ -93,7 +93,7 @@ def test_a_drafter_with_it_equals_one_with_the_plain_matrix(base, steps, monkeyp
 
         found = run()
         with monkeypatch.context() as patch:
-            patch.setattr("eagle3_lib.drafter.lattice_attention", reference)
+            patch.setattr("eagle3_lib.drafter.model.lattice_attention", reference)
             expected = run()
         for name in expected:
             if expected[name] is not None:  # lm_head takes no part

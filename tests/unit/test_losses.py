@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from eagle3_lib import losses
-from eagle3_lib.packing import Labels
+from eagle3_lib.training import losses
+from eagle3_lib.training.packing import Labels
 
 KINDS = ["ce", "kl", "lk_alpha", "lk_lambda"]
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from eagle3_lib import lossless
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import SamplingSettings
-from eagle3_lib.rounds import Laid, lay
+from eagle3_lib.verdict import lossless
+from eagle3_lib.verdict.rounds import Laid, lay
 
 VOCABULARY, STEPS = 40, 4
 CHAIN = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 2

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from eagle3_lib import meaning
-from eagle3_lib.engines import base, sglang
+from eagle3_lib.engines import base, meaning, sglang
 from eagle3_lib.errors import Eagle3Error
 
 DRAFTER = "drafters/smollm2-135m-eagle3"

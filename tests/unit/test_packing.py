@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from eagle3_lib import packing
-from eagle3_lib.features import Sample
-from eagle3_lib.replay import Features
+from eagle3_lib.features.store import Sample
+from eagle3_lib.targets.capture import Features
+from eagle3_lib.training import packing
 
 TARGET_IDS = torch.arange(0, 40, 2)  # the draft vocabulary: even tokens
 

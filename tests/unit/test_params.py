@@ -29,7 +29,7 @@ def test_quickstart_resolves_every_stage_to_plain_yaml():
 
 def test_flat_files_change_only_when_their_stage_does(tmp_path, monkeypatch):
     run = Run("params/quickstart.yaml")
-    monkeypatch.setattr("eagle3_lib.provenance.ROOT", tmp_path)
+    monkeypatch.setattr("eagle3_lib.paths.ROOT", tmp_path)
     path = tmp_path / run.write_flat("train", "test_flat")
     before = path.stat().st_mtime_ns
     run.write_flat("train", "test_flat")

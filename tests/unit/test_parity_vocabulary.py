@@ -8,13 +8,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle3_lib import checkpoint, extract, parity, replay, vocabulary
-from eagle3_lib.answers import Answer, read_answers, write_parquet
-from eagle3_lib.backends import Tail, Wanted
-from eagle3_lib.drafter import Drafter, DrafterConfig
+from eagle3_lib.drafter import checkpoint, vocabulary
+from eagle3_lib.drafter.model import Drafter, DrafterConfig
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.features import Store
+from eagle3_lib.features import parity
+from eagle3_lib.features.store import Store
+from eagle3_lib.features.wanted import Tail, Wanted
 from eagle3_lib.params import ExtractParams
+from eagle3_lib.stages import extract
+from eagle3_lib.targets import capture
+from eagle3_lib.targets.answers import Answer, read_answers, write_parquet
 
 VOCAB, HIDDEN, LAYERS = 200, 64, 6
 
@@ -124,7 +127,7 @@ def test_boundaries_beyond_the_target_are_refused(tiny, tmp_path):
 def test_the_tail_of_the_target_from_its_files(tiny):
     folder, model, rows = tiny
     text, ids = rows[0].prompt_ids + rows[0].output_ids, torch.arange(50) * 3
-    (whole,) = replay.capture(model, [text], [1, LAYERS], draft_ids=ids)
+    (whole,) = capture.capture(model, [text], [1, LAYERS], draft_ids=ids)
     tail = Tail(Wanted(folder / "target", (1, LAYERS), ids))
     found = tail.features(whole.streams, LAYERS)
     assert torch.allclose(found.last_hidden, whole.last_hidden, atol=1e-5)
@@ -138,7 +141,7 @@ def test_the_tail_of_the_target_from_its_files(tiny):
 def streams(tiny):
     _, model, rows = tiny
     texts = [row.prompt_ids + row.output_ids for row in rows[:4]]
-    every = torch.cat([f.fused for f in replay.capture(model, texts, range(LAYERS + 1))])
+    every = torch.cat([f.fused for f in capture.capture(model, texts, range(LAYERS + 1))])
     return dict(enumerate(every.unflatten(-1, (LAYERS + 1, -1)).unbind(-2)))
 
 

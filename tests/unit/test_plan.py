@@ -2,10 +2,10 @@
 
 import pytest
 
-from eagle3_lib import memory_plan, plan
+from eagle3_lib.compat import memory_plan, plan
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.known_configs import known_config
 from eagle3_lib.params import Run
+from eagle3_lib.targets.known_configs import known_config
 
 KIMI = known_config("Kimi-K2.5")
 MATRIX = 7168 * 2048  # of one expert: gate, up and down each have as many

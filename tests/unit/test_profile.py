@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-from eagle3_lib import plots, traces
+from eagle3_lib.engines import traces
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import ProfileParams
+from eagle3_lib.reports import plots
 
 
 def event(name, start, duration, cat="cpu_op", thread=1):

@@ -7,9 +7,9 @@ import matplotlib.pyplot as plt
 import pytest
 from nbformat import v4
 
-from eagle3_lib import leaks, plots, publish, runs_index
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.provenance import ROOT
+from eagle3_lib.paths import ROOT
+from eagle3_lib.reports import leaks, plots, publish, runs_index
 
 REPORT = ROOT / "reports" / "quickstart" / "report.json"
 

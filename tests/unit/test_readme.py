@@ -4,7 +4,7 @@ import importlib.util
 import json
 import re
 
-from eagle3_lib.provenance import ROOT
+from eagle3_lib.paths import ROOT
 
 README = (ROOT / "README.md").read_text()
 

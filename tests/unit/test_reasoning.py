@@ -9,10 +9,11 @@ import stub_server
 from test_generate import params_for
 from tokenizers import AddedToken, Tokenizer
 
-from eagle3_lib import generate, reasoning
-from eagle3_lib.answers import iter_answers
-from eagle3_lib.reasoning import Spoken, parse
-from eagle3_lib.targets import load_tokenizer
+from eagle3_lib.stages import generate
+from eagle3_lib.targets import reasoning
+from eagle3_lib.targets.answers import iter_answers
+from eagle3_lib.targets.reasoning import Spoken, parse
+from eagle3_lib.targets.targets import load_tokenizer
 
 RECORD = json.loads((Path(__file__).parents[1] / "data" / "reasoning_replies.json").read_text())
 REPLIES = RECORD["replies"]

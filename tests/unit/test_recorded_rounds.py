@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from eagle3_lib import acceptance, rounds
 from eagle3_lib.engines import definitions
-from eagle3_lib.provenance import ROOT
+from eagle3_lib.paths import ROOT
+from eagle3_lib.verdict import acceptance, rounds
 
 FOLDER = ROOT / "tests/data/vllm_server"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle3_lib import acceptance, faults, replay
-from eagle3_lib.drafter import Drafter, DrafterConfig
+from eagle3_lib.drafter.model import Drafter, DrafterConfig
+from eagle3_lib.targets import capture
+from eagle3_lib.verdict import acceptance, changes, replay, rounds
 
 
 def dense(drafter, recorded, requests=None):
@@ -33,7 +34,7 @@ def test_recorded_engine_counts(recorded):
 
 
 def test_replay_reproduces_the_engine(recorded):
-    healthy = own_curve(recorded.setups[faults.HEALTHY], recorded)
+    healthy = own_curve(recorded.setups[changes.HEALTHY], recorded)
     assert healthy["rounds"] == 605
     assert healthy["curve"]["value"] == pytest.approx([0.4843, 0.2793, 0.1587, 0.0876], abs=1e-4)
     assert healthy["mean_length"]["value"] == pytest.approx(2.01, abs=0.005)
@@ -42,13 +43,13 @@ def test_replay_reproduces_the_engine(recorded):
 def test_602_of_605_rounds_are_equal_and_the_others_are_cut(recorded):
     rows, every = [], dense(recorded.drafter, recorded)
     assert every == recorded.correct_counts  # the sparse replay is the dense one
-    for rounds, start, counts in zip(
+    for accepted, start, counts in zip(
         recorded.rounds,
         recorded.texts.prompt_lengths,
         every,
         strict=True,
     ):
-        rows += replay.compare(rounds, [0] * (start - 1) + counts, start, recorded.steps)
+        rows += rounds.compare(accepted, [0] * (start - 1) + counts, start, recorded.steps)
     assert len(rows) == 605
     unequal = [row for row in rows if row["engine"] != row["replay"]]
     assert len(unequal) == 3 and all(row["cut"] for row in unequal)
@@ -63,20 +64,20 @@ def test_602_of_605_rounds_are_equal_and_the_others_are_cut(recorded):
     ],
 )
 def test_replay_under_wrong_boundaries(recorded, boundaries, curve):
-    setup = replace(recorded.setups[faults.HEALTHY], sources=tuple((replay.RESIDUAL, k) for k in boundaries))
+    setup = replace(recorded.setups[changes.HEALTHY], sources=tuple((capture.RESIDUAL, k) for k in boundaries))
     assert own_curve(setup, recorded)["curve"]["value"] == pytest.approx(curve, abs=6e-4)
 
 
 def test_replay_of_the_last_three_with_the_last_one_normed(recorded, target):
     """transformers' hidden_states ends with the stream after the final norm: the figure of the record is of that one."""
-    sources = (replay.RESIDUAL, 28), (replay.RESIDUAL, 29), (replay.NORMED, 30)
-    setup = replace(recorded.setups[faults.HEALTHY], sources=sources, final_norm=target.base_model.norm)
+    sources = (capture.RESIDUAL, 28), (capture.RESIDUAL, 29), (capture.NORMED, 30)
+    setup = replace(recorded.setups[changes.HEALTHY], sources=sources, final_norm=target.base_model.norm)
     assert own_curve(setup, recorded)["curve"]["value"] == pytest.approx([0.047, 0.008, 0.003, 0.000], abs=6e-4)
 
 
 @pytest.mark.parametrize("changes", [{"norm_output": True}, {"norm_before_residual": True}, {"fc_norm": True}])
 def test_sparse_replay_equals_the_dense_one(recorded, changes):
-    drafter = faults.variant(recorded.drafter, **changes)
+    drafter = changes.variant(recorded.drafter, **changes)
     slots = [some if index < 2 else [] for index, some in enumerate(replay.all_slots(recorded.texts))]
     sparse = replay.counts_at(replay.correct(drafter), recorded.texts, slots, recorded.steps)
     assert sparse[:2] == dense(drafter, recorded, 2)
@@ -107,8 +108,8 @@ def test_sparse_replay_of_other_drafters(layers):
         if weight.dim() > 1 and "embed" not in name:
             weight.data *= 12  # far from ties
     generator = torch.Generator().manual_seed(2)
-    streams = {(replay.RESIDUAL, k): torch.randn(40, 24, generator=generator) for k in (1, 2)}
-    fused = torch.cat([streams[replay.RESIDUAL, k] for k in (1, 2)], -1)
+    streams = {(capture.RESIDUAL, k): torch.randn(40, 24, generator=generator) for k in (1, 2)}
+    fused = torch.cat([streams[capture.RESIDUAL, k] for k in (1, 2)], -1)
     text = torch.randint(0, 60, (40,), generator=generator).tolist()
     for slot in range(0, 36, 5):  # runs of right drafts of different lengths
         for step in range(slot // 5 % 4):
@@ -121,6 +122,6 @@ def test_sparse_replay_of_other_drafters(layers):
 
 def test_walk_and_slots_agree():
     accepted = [0, 2, 0, 0, 1, 0, 3, 0, 0, 0, 0]
-    rounds = replay.walk(accepted, prompt_length=2)
-    assert rounds == [2, 1, 3]
-    assert replay.round_slots(rounds, 2) == [1, 4, 6]
+    walked = rounds.walk(accepted, prompt_length=2)
+    assert walked == [2, 1, 3]
+    assert rounds.round_slots(walked, 2) == [1, 4, 6]

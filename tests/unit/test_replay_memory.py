@@ -7,8 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from eagle3_lib import replay
-from eagle3_lib.drafter import Drafter, DrafterConfig, LatentSizes
+from eagle3_lib.drafter.model import Drafter, DrafterConfig, LatentSizes
+from eagle3_lib.targets import capture
+from eagle3_lib.verdict import replay
 
 MIB = 2**20
 CONFIG = DrafterConfig(
@@ -64,7 +65,7 @@ def right_everywhere(config: DrafterConfig, tokens: int) -> tuple[replay.Setup, 
     drafter.initialise()
     torch.nn.init.normal_(drafter.embed_tokens.weight)
     torch.nn.init.zeros_(drafter.lm_head.weight)
-    streams = {(replay.RESIDUAL, k): torch.randn(tokens, config.target_hidden_size) for k in config.boundaries}
+    streams = {(capture.RESIDUAL, k): torch.randn(tokens, config.target_hidden_size) for k in config.boundaries}
     return replay.correct(drafter), replay.Texts([[0] * tokens], [1], [streams])
 
 
@@ -96,7 +97,7 @@ def test_counts_do_not_depend_on_the_chunk(shape, changes, monkeypatch):
             weight.data *= 12  # far from ties
     texts, streams = [], []
     for tokens in (33, 21):
-        of_text = {(replay.RESIDUAL, k): torch.randn(tokens, 32, generator=generator) for k in (1, 2)}
+        of_text = {(capture.RESIDUAL, k): torch.randn(tokens, 32, generator=generator) for k in (1, 2)}
         fused, text = (
             torch.cat(list(of_text.values()), -1),
             torch.randint(0, 30, (tokens,), generator=generator).tolist(),

@@ -5,8 +5,8 @@ import tracemalloc
 
 import pytest
 
-from eagle3_lib import diagnose, replayed
 from eagle3_lib.errors import Eagle3Error
+from eagle3_lib.verdict import diagnose, replayed
 
 HYPOTHESES = 36
 

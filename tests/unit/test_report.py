@@ -6,7 +6,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from eagle3_lib import diagnose, plots, publish, report
+from eagle3_lib.reports import plots, publish, report
+from eagle3_lib.stages import diagnose as stage
+from eagle3_lib.verdict import diagnose
 
 POSITIONS, REQUESTS, ROUNDS = 4, 16, 40
 CORRECT = [[1 + (index + number) % 3 for number in range(ROUNDS)] for index in range(REQUESTS)]
@@ -186,13 +188,13 @@ def test_the_measured_break_even_decides_what_is_weak(monkeypatch):
     run["requests"] = [{"accepted": counts} for counts in CORRECT]
     monkeypatch.setattr(report, "measured", SimpleNamespace(read=lambda _: run))
     monkeypatch.setattr(report, "replayed", SimpleNamespace(read=lambda _: replay))
-    monkeypatch.setattr(report.diagnose, "check_same", lambda *_: None)
+    monkeypatch.setattr(stage.diagnose, "check_same", lambda *_: None)
     monkeypatch.setattr(report.break_even, "of_run", lambda *_: {})
     for name in ("speedup", "by_concurrency", "latency", "step_time", "round_costs", "_tokens"):
         monkeypatch.setattr(report, name, lambda *_: {})
     for length, kind in ((2.5, diagnose.HEALTHY), (3.5, diagnose.WEAK)):  # a correct engine makes 2.99 tokens a round
         monkeypatch.setattr(report, "cost", lambda *_, length=length: {"break_even_length": length})
-        (verdict,) = report._engine(report.Path("nowhere"), "vllm", ["drafter"])["verdicts"]
+        (verdict,) = stage._engine(stage.Path("nowhere"), "vllm", ["drafter"])["verdicts"]
         assert verdict["kind"] == kind and verdict["evidence"]["break_even_length"] == length
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eagle3_lib import checkpoint, faults
-from eagle3_lib.drafter import Drafter, DrafterConfig, LatentSizes, Rope, softmax_scale
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.drafter.model import Drafter, DrafterConfig, LatentSizes, Rope, softmax_scale
+from eagle3_lib.verdict import changes
 
 PLAIN = {"rope_type": "default", "rope_theta": 100000.0}
 YARN = {
@@ -43,7 +44,7 @@ CASTS = {
     "there and back": lambda drafter: drafter.bfloat16().float(),
     "double": lambda drafter: drafter.double(),
     "copied": lambda drafter: copy.deepcopy(drafter).bfloat16(),
-    "another rope": lambda drafter: faults.variant(drafter, rope_parameters=drafter.config.rope_parameters).half(),
+    "another rope": lambda drafter: changes.variant(drafter, rope_parameters=drafter.config.rope_parameters).half(),
 }
 
 
@@ -87,7 +88,7 @@ def test_the_loaded_drafter_keeps_them():
 def test_another_rope_is_that_of_a_drafter_made_with_it(config, other):
     drafter = Drafter(config.with_(num_hidden_layers=2, norm_before_residual=True))
     before = [layer.self_attn.scale for layer in drafter.layers]
-    found = faults.variant(drafter, rope_parameters=other)
+    found = changes.variant(drafter, rope_parameters=other)
     fresh = Drafter(found.config)
     for layer, expected, own in zip(found.layers, fresh.layers, drafter.layers, strict=True):
         assert layer.self_attn.scale == expected.self_attn.scale == softmax_scale(found.config)
@@ -104,6 +105,6 @@ def test_scales_in_numbers():
     assert softmax_scale(MLA) == pytest.approx(2.0048 * 12**-0.5, rel=1e-4)
     assert softmax_scale(MLA.with_(rope_parameters=PLAIN)) == pytest.approx(12**-0.5)
     public = checkpoint.load("drafters/tiny-mla-public").drafter
-    ignored = faults.variant(public, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    ignored = changes.variant(public, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     ratio = ignored.layers[0].self_attn.scale / public.layers[0].self_attn.scale
     assert ratio == pytest.approx(1 / 1.2965, rel=1e-4)  # 0.1 ln(4) + 1 = 1.1386, twice

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from eagle3_lib import replay, rounds
-from eagle3_lib.rounds import Laid, lay
+from eagle3_lib.verdict import rounds
+from eagle3_lib.verdict.rounds import Laid, lay
 
 STEPS = 4
 
@@ -98,7 +98,7 @@ def test_a_replay_is_capped_at_what_each_round_drafted():
 
 def test_a_correct_engine_walks_as_the_engine_drafted():
     accepted = [0, 3, 0, 0, 0, 2, 0, 0, 0, 0]
-    assert replay.walk(accepted, 2) == [3, 2, 0]
+    assert rounds.walk(accepted, 2) == [3, 2, 0]
     laid = Laid([1, 4, 5], [True] * 3, [3])
     drafts_at = rounds.drafts_by_slot(laid, [1, 0, 2], [1, 4, 4], 2)
     assert drafts_at == {1: 1, 2: 1, 3: 0, 4: 4, 5: 4, 6: 4, 7: 4}

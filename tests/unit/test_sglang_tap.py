@@ -9,15 +9,18 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from eagle3_lib import extract, replay, sglang_tap, targets
-from eagle3_lib.answers import Answer, write_parquet
-from eagle3_lib.audit import Target
-from eagle3_lib.backends import Wanted, offered, sglang_backend
+from eagle3_lib.compat.rules import Target
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.features import Store
+from eagle3_lib.features import sglang_tap
+from eagle3_lib.features.backends import offered
+from eagle3_lib.features.store import Store
+from eagle3_lib.features.wanted import Wanted
 from eagle3_lib.params import ExtractParams
-from eagle3_lib.provenance import ROOT
-from eagle3_lib.targets import render
+from eagle3_lib.paths import ROOT
+from eagle3_lib.stages import extract
+from eagle3_lib.targets import capture, targets
+from eagle3_lib.targets.answers import Answer, write_parquet
+from eagle3_lib.targets.targets import render
 
 LAYERS, HIDDEN = 30, 576
 BOUNDARIES = (15, 2, 27)  # the order is the drafter's, not SGLang's
@@ -44,7 +47,7 @@ def served(target, target_folder, tokenizer, tmp_path_factory):
     """Two texts, what transformers has of them at each boundary, and an interpreter whose SGLang returns it."""
     texts = [render(tokenizer, [{"role": "user", "content": question}])[-24:] for question in QUESTIONS]
     draft_ids = torch.arange(0, 49_152, 6)
-    whole = [f for text in texts for f in replay.capture(target, [text], range(LAYERS + 1), draft_ids=draft_ids)]
+    whole = [f for text in texts for f in capture.capture(target, [text], range(LAYERS + 1), draft_ids=draft_ids)]
     folder = tmp_path_factory.mktemp("sglang")
     python = interpreter(folder, "0.5.23", (ROOT / "tests/stub_sglang.py").read_text())
     recorded = {
@@ -81,7 +84,7 @@ def with_(wanted, **more):
 
 
 def test_features_are_the_targets_own(served):
-    with sglang_backend(served.wanted) as features:
+    with sglang_tap.backend(served.wanted) as features:
         found = [*features(served.texts), *features(served.texts)]  # asked again, nothing comes from a cache
     for ours, theirs in zip(found, served.whole * 2, strict=True):
         fused = torch.cat([theirs.fused[:, k * HIDDEN : (k + 1) * HIDDEN] for k in BOUNDARIES], -1)
@@ -91,7 +94,7 @@ def test_features_are_the_targets_own(served):
 
 
 def test_numbers_survive_json_in_the_targets_dtype(served):
-    with sglang_backend(with_(served.wanted, dtype="bfloat16", boundaries=(1, 29), last_hidden=False)) as features:
+    with sglang_tap.backend(with_(served.wanted, dtype="bfloat16", boundaries=(1, 29), last_hidden=False)) as features:
         (found,) = features(served.texts[:1])
     theirs = served.whole[0].fused.unflatten(-1, (-1, HIDDEN))[:, [1, 29]].flatten(1)
     assert found.fused.dtype == torch.bfloat16 and torch.equal(found.fused, theirs.bfloat16())
@@ -140,7 +143,7 @@ def test_sglang_as_the_reference(served, data, loaded, tmp_path, monkeypatch):
 )
 def test_what_sglang_does_not_return_is_named(served, given, said):
     wanted = with_(served.wanted, engine_options=given, last_hidden=False)
-    with pytest.raises(Eagle3Error, match=said), sglang_backend(wanted) as features:
+    with pytest.raises(Eagle3Error, match=said), sglang_tap.backend(wanted) as features:
         list(features(served.texts))
 
 
@@ -150,7 +153,7 @@ def test_a_version_without_boundaries_is_named(served, tmp_path):
     python = interpreter(tmp_path, "0.5.16", f"print({' '.join(known)!r})")
     with (
         pytest.raises(Eagle3Error, match=r"sglang 0\.5\.16 returns the last hidden state alone; .* such as 0\.5\.23"),
-        sglang_backend(with_(served.wanted, engine_python=python)),
+        sglang_tap.backend(with_(served.wanted, engine_python=python)),
     ):
         pass
 

@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle3_lib import audit, checkpoint, faults, replay, suspects
-from eagle3_lib.answers import Answer, write_parquet
+from eagle3_lib.drafter import checkpoint
 from eagle3_lib.params import AuditParams
+from eagle3_lib.reports import audit_tables
+from eagle3_lib.stages import audit
+from eagle3_lib.targets.answers import Answer, write_parquet
+from eagle3_lib.verdict import changes, replay, suspects
 
 BASE = "drafters/smollm2-135m-eagle3"
 LATENT = "drafters/tiny-mla-public"
@@ -18,7 +21,7 @@ DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 100000.0}
 
 @pytest.fixture(scope="module")
 def parts(target):
-    return faults.TargetParts.of(target)
+    return changes.TargetParts.of(target)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def judge(recorded, parts):
     """
 
     def judged(**changes):
-        changed, texts = faults.variant(recorded.drafter, **changes), recorded.few
+        changed, texts = changes.variant(recorded.drafter, **changes), recorded.few
         tried = suspects.suspects(changed, parts)
         setups = {name: s.setup for name, s in tried.items() if replay.captured_for([s.setup]) <= texts.streams.keys()}
         assert len(setups) >= 10
@@ -66,7 +69,7 @@ def test_suspects_of_the_base_drafter(recorded, parts):
 
 def test_what_a_config_can_have_is_tried_and_no_value_twice(recorded, parts):
     scaled = {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}
-    drafter = faults.variant(recorded.drafter, rope_parameters=scaled, fc_norm=True, norm_before_fc=True)
+    drafter = changes.variant(recorded.drafter, rope_parameters=scaled, fc_norm=True, norm_before_fc=True)
     found = suspects.suspects(replace_boundaries(drafter, (3, 16, 28)), parts)
     assert found["boundaries [2, 15, 27]"].fault == "boundaries -1"  # the default too, once
     assert found["no rope_scaling"].setup.drafter.config.rope_parameters["rope_type"] == "default"
@@ -76,12 +79,12 @@ def test_what_a_config_can_have_is_tried_and_no_value_twice(recorded, parts):
 
 
 def replace_boundaries(drafter, boundaries):
-    return faults.variant(drafter, boundaries=boundaries)
+    return changes.variant(drafter, boundaries=boundaries)
 
 
 def test_a_drafter_with_latent_attention_has_suspects_too():
     drafter = checkpoint.load(LATENT).drafter
-    parts = faults.TargetParts(11, torch.zeros(2048, 128), torch.zeros(2048, 128), torch.nn.RMSNorm(128))
+    parts = changes.TargetParts(11, torch.zeros(2048, 128), torch.zeros(2048, 128), torch.nn.RMSNorm(128))
     found = suspects.suspects(drafter, parts)
     assert {"boundaries [1, 5, 8]", "rope_theta 500000", "no rope_scaling", "norm_output true"} <= set(found)
     assert not [name for name in found if name.startswith("head_dim")]
@@ -222,7 +225,7 @@ def test_the_audit_names_a_value_from_held_out_answers(recorded, tmp_path):
     ]
     write_parquet(rows, tmp_path / "answers" / "samples.parquet")
     folder = tmp_path / "drafter"
-    wrong = faults.variant(recorded.drafter, norm_before_residual=True)
+    wrong = changes.variant(recorded.drafter, norm_before_residual=True)
     checkpoint.save(wrong, folder, torch.float32)
     report = audited(tmp_path, folder, answers=4)
     assert (report["config"]["answers"], report["config"]["slots"]) == (4, 436)
@@ -230,7 +233,7 @@ def test_the_audit_names_a_value_from_held_out_answers(recorded, tmp_path):
     finding = next(f for f in report["findings"] if f["rule"] == "config_value")
     assert "cp -rL" in finding["remedy"] and '{"norm_before_residual": false' in finding["remedy"]
     assert report["boundaries"] == {"trained": [2, 15, 27], "guessed": False, "captured": [2, 15, 27]}
-    assert audit.scores_table(report["config"]).iloc[0]["with"] == "norm_before_residual false"
+    assert audit_tables.scores_table(report["config"]).iloc[0]["with"] == "norm_before_residual false"
 
 
 def test_the_audit_says_that_layers_are_guessed_and_why_nothing_was_measured(tmp_path):

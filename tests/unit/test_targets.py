@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from eagle3_lib import targets
 from eagle3_lib.errors import Eagle3Error
+from eagle3_lib.targets import targets
 
 
 def test_the_converted_target_gives_its_known_answer(target, tokenizer):

@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3_lib import broken, checkpoint, faults, replay, targets, tiny_mla
+from eagle3_lib.drafter import checkpoint
+from eagle3_lib.engines.inside import broken
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.provenance import ROOT
+from eagle3_lib.paths import ROOT
+from eagle3_lib.targets import capture, targets
+from eagle3_lib.verdict import hypotheses, replay
+from recipes import tiny_mla
 
 TEXTS = [
     (f"Tell of {who}.", f"{who} saw {what}. {who} was glad.")
@@ -36,7 +40,7 @@ def trained(params, project):
     """The notes of a training on TEXTS."""
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eagle3_lib.provenance.ROOT", project)
+        patch.setattr("eagle3_lib.paths.ROOT", project)
         return tiny_mla.train_target(params, TEXTS)
 
 
@@ -58,7 +62,7 @@ def test_the_target_learns_and_its_folder_is_what_engines_read(params, trained):
 
 
 def test_a_training_that_goes_on_has_all_weights_of_its_checkpoint(params, trained, project, tmp_path, monkeypatch):
-    monkeypatch.setattr("eagle3_lib.provenance.ROOT", project)
+    monkeypatch.setattr("eagle3_lib.paths.ROOT", project)
     again = params.model_copy(update={"out": str(tmp_path / "again")})
     assert tiny_mla.train_target(again, TEXTS)["last_loss"] == trained["last_loss"]
     before, after = (checkpoint.read_tensors(Path(folder)) for folder in (params.out, again.out))
@@ -81,7 +85,7 @@ def test_a_fresh_drafter_of_either_kind_fits_the_target_and_is_replayed(params, 
     drafter = checkpoint.load_for(folder, params.out, target)
     assert bool(drafter.config.latent) == (attention == "latent")
     text = targets.render(targets.load_tokenizer(Path(params.out)), [{"role": "user", "content": TEXTS[0][0]}])
-    (features,) = replay.capture(target, [text], drafter.config.boundaries)
+    (features,) = capture.capture(target, [text], drafter.config.boundaries)
     assert replay.drafts(drafter, features.fused[None], torch.tensor([text]), 3).shape == (1, len(text) - 1, 3)
 
 
@@ -99,7 +103,7 @@ def test_published_rounds_follow_from_the_weights_in_the_repository(engine):
     target = targets.load(ROOT / "targets" / "tiny-mla")
     drafter = checkpoint.load_for("drafters/tiny-mla-public", "targets/tiny-mla", target)
     fault, equal, rounds, as_fault = "residual missing", 0, 0, 0
-    for request in faults.examine(target, drafter, requests, 4, [fault]):
+    for request in hypotheses.examine(target, drafter, requests, 4, [fault]):
         for row, count in zip(request["rows"], request["hypotheses"][fault], strict=True):
             if not row["cut"]:
                 rounds += 1

@@ -11,14 +11,17 @@ import train_processes
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from eagle3_lib import checkpoint, train, train_plots, vocabulary
-from eagle3_lib.drafter import Drafter, DrafterConfig
+from eagle3_lib.drafter import checkpoint, vocabulary
+from eagle3_lib.drafter.model import Drafter, DrafterConfig
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.features import Sample, Store, Writer
-from eagle3_lib.packing import pack
+from eagle3_lib.features.store import Sample, Store, Writer
 from eagle3_lib.params import TrainParams
-from eagle3_lib.provenance import ROOT
-from eagle3_lib.replay import Features
+from eagle3_lib.paths import ROOT
+from eagle3_lib.reports import train_plots
+from eagle3_lib.stages import train
+from eagle3_lib.targets.capture import Features
+from eagle3_lib.training import trainer
+from eagle3_lib.training.packing import pack
 
 CONFIG = DrafterConfig(
     hidden_size=16,
@@ -101,7 +104,7 @@ def test_loss_and_counts_equal_a_loop_over_slots(steps):
     drafter, samples = make_drafter(), [make_sample("a", 9, 3), make_sample("b", 6, 2)]
     head = torch.randn(20, 16, generator=torch.Generator().manual_seed(3))
     batch = pack(samples, VOCABULARY, steps)
-    module = train.TrainingTimeTest(drafter, head, TrainParams(ttt_steps=steps))
+    module = trainer.TrainingTimeTest(drafter, head, TrainParams(ttt_steps=steps))
     found = module(batch, torch.ones(steps))
     for step in range(steps):
         loss, right, taught, counted = 0.0, 0, 0, 0
@@ -127,7 +130,7 @@ def test_a_packed_pass_has_the_gradients_of_its_samples():
 
     def gradients(passes):
         drafter = make_drafter()
-        module = train.TrainingTimeTest(drafter, HEAD[VOCABULARY], TrainParams(ttt_steps=5))
+        module = trainer.TrainingTimeTest(drafter, HEAD[VOCABULARY], TrainParams(ttt_steps=5))
         for some in passes:
             module(pack(some, VOCABULARY, 5), 0.8 ** torch.arange(5)).total.backward()
         return {name: weight.grad for name, weight in drafter.named_parameters() if weight.requires_grad}
@@ -218,7 +221,7 @@ def test_early_stopping_exports_the_best(tmp_path):
     drafter = checkpoint.load(f"{params.out}/drafter").drafter
     drafter.share_embedding(HEAD)
     store = Store(tmp_path / "features")
-    rounds = [train.rounds_of(drafter, store[number], 4) for number in store.split("held_out")]
+    rounds = [trainer.rounds_of(drafter, store[number], 4) for number in store.split("held_out")]
     assert 1 + sum(map(sum, rounds)) / sum(map(len, rounds)) == pytest.approx(max(means), abs=0.2)  # stored in bfloat16
 
 
@@ -240,7 +243,7 @@ def test_starts(tiny):
 def test_another_vocabulary_that_the_features_were_made_for(tiny, tmp_path):
     ids = torch.tensor([0, 3, 4, 10, 11, 12])
     vocabulary.save(ids, 40, tmp_path / "features" / "vocabulary.safetensors")
-    drafter, head = train.starting_drafter(tiny, Store(tmp_path / "features"))
+    drafter, head = trainer.starting_drafter(tiny, Store(tmp_path / "features"))
     assert torch.equal(drafter.target_ids, ids) and torch.equal(head, HEAD[ids])
     old, rows = make_drafter(), [0, 2, 3, 5]
     assert torch.equal(drafter.lm_head.weight[rows], old.lm_head.weight[ids[rows] // 2])  # the even ones stay
@@ -320,7 +323,7 @@ def test_lack_of_memory_is_named(tiny, monkeypatch):
     def lacking(*arguments, **keywords):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB")
 
-    monkeypatch.setattr(train.losses, "step_losses", lacking)
+    monkeypatch.setattr(trainer.losses, "step_losses", lacking)
     with pytest.raises(Eagle3Error, match=r"out of memory in step 0 with 2\d tokens in a pass: lower tokens_per_pass"):
         train.run(tiny)
 
@@ -332,7 +335,7 @@ def test_features_of_other_boundaries_are_refused(tiny, tmp_path):
 
 
 def test_what_is_not_there_is_named(tiny, monkeypatch):
-    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(trainer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Eagle3Error, match="tracker: found 'wandb', which is not installed"):
         train.run(tiny.model_copy(update={"tracker": "wandb"}))
     with pytest.raises(Eagle3Error, match="sharding: found 'fsdp2', which needs torchrun"):

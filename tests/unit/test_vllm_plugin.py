@@ -11,9 +11,9 @@ import tomllib
 
 import pytest
 
-from eagle3_lib import vllm_plugin
+from eagle3_lib.compat import vllm_plugin
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.provenance import ROOT
+from eagle3_lib.paths import ROOT
 
 STUB = {
     "__init__.py": "__version__ = '0.16.0'\nfrom .model_executor.models.registry import ModelRegistry",
@@ -104,7 +104,7 @@ class Layer(torch.nn.Module):
 
 
 def deepseek(depth=7, **config):
-    from eagle3_lib.vllm_capture import CapturingDeepseek
+    from eagle3_lib.engines.inside.vllm_capture import CapturingDeepseek
 
     target = CapturingDeepseek([Layer(number) for number in range(depth)], SimpleNamespace(**config))
     torch.nn.init.zeros_(target.model.embed_tokens.weight)
@@ -146,7 +146,7 @@ def test_the_installed_vllm_loads_it_needs_nothing_and_says_so(tmp_path):
     """Through vLLM's own loader, which finds the entry point of pyproject.toml in a package's metadata."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (name, place), *others = project["entry-points"]["vllm.general_plugins"].items()
-    assert (place, others) == ("eagle3_lib.vllm_plugin:register", [])
+    assert (place, others) == ("eagle3_lib.compat.vllm_plugin:register", [])
     metadata = tmp_path / "probe-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 0\n")
@@ -173,7 +173,7 @@ except ValueError as error:
     print(error)
 print(sorted(ModelRegistry.models.items()))
 
-from eagle3_lib.vllm_capture import CapturingKimiK25
+from eagle3_lib.engines.inside.vllm_capture import CapturingKimiK25
 
 kimi = CapturingKimiK25(SimpleNamespace(config=SimpleNamespace(media_placeholder_token_id=163605), text=deepseek(61)))
 print(kimi.config.image_token_index, kimi.get_eagle3_aux_hidden_state_layers())
@@ -185,8 +185,8 @@ print(kimi.language_model.model.aux_hidden_state_layers)
     assert code == 0, said
     assert "lifted gate_image_token, gate_interface, gate_whitelist" in said
     assert "Got gemma3" in said
-    assert "('DeepseekV2ForCausalLM', 'eagle3_lib.vllm_capture:CapturingDeepseek')" in said
-    assert "('KimiK25ForConditionalGeneration', 'eagle3_lib.vllm_capture:CapturingKimiK25')" in said
+    assert "('DeepseekV2ForCausalLM', 'eagle3_lib.engines.inside.vllm_capture:CapturingDeepseek')" in said
+    assert "('KimiK25ForConditionalGeneration', 'eagle3_lib.engines.inside.vllm_capture:CapturingKimiK25')" in said
     assert "163605 (2, 30, 58)\n(2, 30, 58)" in said
 
 
@@ -224,7 +224,7 @@ def test_a_vllm_that_was_changed_by_hand_is_refused(stub, tmp_path):
     for path, text in STUB.items():
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
         (tree / path).write_text(text.replace('"llama", "qwen"', '"kimi_k2", "llama", "qwen"'))
-    code, said = run("from eagle3_lib.vllm_plugin import register; register()", tmp_path)
+    code, said = run("from eagle3_lib.compat.vllm_plugin import register; register()", tmp_path)
     assert code == 1
     assert "found vLLM 0.16.0 with gate_image_token, gate_interface; expected stock 0.16.x" in said
 

@@ -6,7 +6,7 @@ import socket
 
 import torch
 
-from eagle3_lib import train
+from eagle3_lib.stages import train
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train_processes"])

@@ -1,0 +1,1 @@
+"""What fits what, told before anything starts: drafter and engine version, engine and GPU, run and disk."""

@@ -1,0 +1,181 @@
+"""Patches that break a running vLLM in one known way; imported in its worker process.
+
+vLLM resolves ``--worker-extension-cls eagle3_lib.engines.inside.broken.cliff_after_step_0`` there, and that applies the
+patch of the fault "cliff after step 0". A patch replaces a method of vLLM's V1 runner (0.32:
+v1/spec_decode/llm_base_proposer.py); no installed file is touched.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...verdict.changes import to_float8
+
+# --------------------------------------------------------------------------------------------------------- patches
+
+
+def _proposer():
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    return SpecDecodeBaseProposer
+
+
+def unshifted_tokens() -> None:
+    """Step 0 embeds the token of the slot itself instead of the next one."""
+    proposer = _proposer()
+    original = proposer.set_inputs_first_pass
+
+    def patched(self, *, target_token_ids, **others):
+        result = original(self, target_token_ids=target_token_ids, **others)
+        self.input_ids[: len(target_token_ids)] = target_token_ids
+        return result
+
+    proposer.set_inputs_first_pass = patched
+
+
+def unwritten_slots(prefill: bool):
+    """The drafter's cache keeps what it holds, except at the slot where drafting starts.
+
+    In prefill it holds nothing (zeros); in decoding, the states that the drafter made of its own outputs.
+    """
+
+    def patch() -> None:
+        proposer = _proposer()
+        original = proposer.set_inputs_first_pass
+
+        def patched(self, **inputs):
+            count, starts, metadata = original(self, **inputs)
+            lengths = metadata.query_start_loc.diff().long()
+            in_prefill = lengths > self.num_speculative_tokens + 1
+            skipped = (in_prefill == prefill).repeat_interleave(lengths)
+            skipped[starts.long()] = False
+            slots = metadata.slot_mapping.masked_fill(skipped, -1)
+            return count, starts, metadata.replace(slot_mapping=slots)
+
+        proposer.set_inputs_first_pass = patched
+
+    return patch
+
+
+def frozen_positions() -> None:
+    """Every drafting step rotates by the position of step 0; cache slots advance as they should."""
+    proposer = _proposer()
+    propose, update = proposer.propose, proposer._update_positions_dependent_metadata
+
+    def patched_propose(self, *args, **others):
+        self.first_positions = None
+        return propose(self, *args, **others)
+
+    def patched_update(self, positions, metadata, batch, *others):
+        if self.first_positions is None:
+            self.first_positions = positions[:batch].clone()
+        advanced = update(self, positions, metadata, batch, *others).clone()
+        self.positions[:batch] = self.first_positions
+        return advanced
+
+    proposer.propose, proposer._update_positions_dependent_metadata = patched_propose, patched_update
+
+
+def cliff() -> None:
+    """Drafts after the first are token 0."""
+    proposer = _proposer()
+    original = proposer.propose
+
+    def patched(self, *args, **others):
+        drafts = original(self, *args, **others)
+        drafts[:, 1:] = 0
+        return drafts
+
+    proposer.propose = patched
+
+
+def captured(value: Callable):
+    """Boundaries captured as ``value(model, hidden_states, residual)``: their sum is the residual stream."""
+
+    def patch() -> None:
+        from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
+        from vllm.model_executor.models.interfaces import EagleModelMixin
+
+        def patched(self, aux_hidden_states, layer_idx, hidden_states, residual):
+            if layer_idx in self.aux_hidden_state_layers:
+                aux_hidden_states.append(value(self, hidden_states, residual))
+            return aux_hidden_states
+
+        EagleModelMixin._maybe_add_hidden_state = patched
+        _capture_deepseek(DeepseekV2Model, value)
+
+    return patch
+
+
+def _capture_deepseek(model_class: type[torch.nn.Module], value: Callable) -> None:
+    """The same for DeepSeek and Kimi targets, whose forward pass sums by itself: what a boundary's layer is given."""
+    original = model_class.forward
+
+    def patched(self, *args, **others):
+        boundaries, self.aux_hidden_state_layers = self.aux_hidden_state_layers, ()
+        captured: list[Tensor] = []
+
+        def before(_, inputs):
+            captured.append(value(self, *inputs[1:3]))
+
+        def after_last(_, __, outputs):
+            captured.append(value(self, *outputs))
+
+        last = len(self.layers)
+        hooks = [self.layers[k].register_forward_pre_hook(before) for k in boundaries if k < last]
+        hooks += [self.layers[-1].register_forward_hook(after_last) for k in boundaries if k == last]
+        try:
+            hidden = original(self, *args, **others)
+        finally:
+            self.aux_hidden_state_layers = boundaries
+            for hook in hooks:
+                hook.remove()
+        return (hidden, captured) if captured else hidden
+
+    model_class.forward = patched
+
+
+def float8_features() -> None:
+    """Features rounded to float8 (e4m3) with one scale for each token and boundary, as a quantised transfer does."""
+    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+
+    original = Eagle3LlamaForCausalLM.combine_hidden_states
+
+    def patched(self, hidden_states):
+        parts = hidden_states.chunk(self.model.num_aux_hidden_states, -1)
+        return original(self, torch.cat([to_float8(part) for part in parts], -1))
+
+    Eagle3LlamaForCausalLM.combine_hidden_states = patched
+
+
+PATCHES: dict[str, Callable[[], None]] = {
+    "token shift": unshifted_tokens,
+    "features after the final norm": captured(lambda model, hidden, residual: model.norm(hidden + residual)),
+    "residual missing": captured(lambda _, hidden, residual: hidden.clone()),
+    "last update missing": captured(lambda _, hidden, residual: residual.clone()),
+    "cliff after step 0": cliff,
+    "stale drafter cache": unwritten_slots(prefill=False),
+    "prompt missing in drafter cache": unwritten_slots(prefill=True),
+    "positions not advanced": frozen_positions,
+    "float8 features": float8_features,
+}
+
+
+class Worker:
+    """vLLM's worker extension: nothing but a name."""
+
+
+def __getattr__(name: str):
+    """Resolving ``eagle3_lib.engines.inside.broken.<fault with underscores>``, as vLLM does in its worker process, applies the patch."""
+    fault = next((fault for fault in PATCHES if fault.replace(" ", "_") == name), None)
+    if fault is None:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    _apply(fault)
+    return Worker
+
+
+@functools.cache
+def _apply(fault: str) -> None:
+    PATCHES[fault]()

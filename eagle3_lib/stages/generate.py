@@ -1,0 +1,225 @@
+"""Stage 03: the target's own answers to prompts, as token ids from the server.
+
+A drafter learns what the target says, so its training text must come from the served target, and as the ids that it
+emitted: text put through a tokenizer again gives other ids at some places, and a drafter trained there is wrong there.
+
+While it runs, each finished conversation is one line of log.jsonl, so that a killed run loses only what was under way; at
+the end they are put in the order of the prompts into samples.parquet. Memory holds the requests under way, not the answers.
+"""
+
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ..compat import launch
+from ..engines.chat import Endpoint, ask_all, client_for, endpoint_of
+from ..errors import Eagle3Error
+from ..files import write_json
+from ..manifest import stage
+from ..params import GenerateParams
+from ..paths import project_path, short_path
+from ..targets import prompts, targets
+from ..targets.answers import Answer, write_parquet
+from ..targets.answers import read_answers as read_answers  # for the notebook
+from ..targets.prompts import Conversation
+
+NOT_THE_ANSWERS = {  # parameters that do not change what a conversation is answered
+    *("out", "prompts", "max_prompts", "held_out_share", "drop", "concurrency", "stream", "tries", "stall_timeout_s"),
+    *("port", "servers", "api_key_env", "engine_python", "start_timeout_s"),
+}
+LOOP_PERIODS, LOOP_REPEATS, LOOP_TOKENS = 64, 4, 48
+
+
+# --- the stage --------------------------------------------------------------------------------------------------------
+
+
+def run(params: GenerateParams) -> dict:
+    """Ask every conversation once; a run that was killed goes on with those that are missing.
+
+    Returns:
+        the summary, also in summary.json: samples, splits, tokens, finish reasons, tokens/s, what was dropped and why,
+        failed tries by kind, the share with reasoning, how many answers render as the target produced them, and a
+        histogram of lengths.
+    Raises:
+        Eagle3Error: wrong prompts, a server that fails ``tries`` times in a row, or one that refuses more than some
+            prompts; what is finished is kept.
+    """
+    out = project_path(params.out)
+    conversations = prompts.read(params.prompts, params.max_prompts)
+    source = {} if params.prompts.startswith(prompts.DATASETS) else {"prompts": project_path(params.prompts)}
+    with stage("generate", params, source) as notes:
+        log = out / "log.jsonl"
+        _start_over_if_changed(log, params)
+        done = _finished(log)
+        todo = [conversation for conversation in conversations if conversation.id not in done]
+        started, tokens = time.monotonic(), 0
+        if todo:
+            with servers_for(params, out) as endpoints, log.open("a") as sink:
+                started = time.monotonic()
+                for line in ask_all(endpoints, todo, params):
+                    sink.write(json.dumps(line, separators=(",", ":")) + "\n")
+                    sink.flush()
+                    tokens += sum(len(answer["output_ids"]) for answer in line["answers"])
+        seconds = time.monotonic() - started
+        summary = Summary()
+        write_parquet(summary.counted(_samples(log, conversations, params), params.drop), out / "samples.parquet")
+        notes |= summary.result() | {
+            "asked_now": len(todo),
+            "tokens_per_s": round(tokens / seconds, 1) if todo else None,
+        }
+        write_json(out / "summary.json", notes)
+    return notes
+
+
+# --- the servers ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def servers_for(params: GenerateParams, out: Path) -> Iterator[list[Endpoint]]:
+    """The running servers that the parameters name, or one that is started here."""
+    if params.servers:
+        yield [endpoint_of(url, params) for url in params.servers]
+        return
+    with launch.serve(params, targets.resolve(params.target), out / "server.log") as server:
+        name = f"{server.engine} {server.version}"
+        if server.engine == "vllm":
+            yield [Endpoint(client_for(server.url, params), server.model, name)]
+        else:  # whether it knows return_token_ids must be asked
+            yield [replace(endpoint_of(server.url, params), name=name)]
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+
+
+def _start_over_if_changed(log: Path, params: GenerateParams) -> None:
+    """Answers made with other settings are moved away, not mixed."""
+    settings = {name: value for name, value in params.model_dump().items() if name not in NOT_THE_ANSWERS}
+    known = log.with_name("settings.json")
+    if log.is_file() and (not known.is_file() or json.loads(known.read_text()) != settings):
+        aside = log.with_name(f"log.{int(log.stat().st_mtime)}.jsonl")
+        print(f"the settings changed: earlier answers are kept as {short_path(aside)}")
+        log.rename(aside)
+    write_json(known, settings)
+
+
+def _log_lines(log: Path) -> Iterator[tuple[int, dict]]:
+    """(offset, line) of the log.
+
+    Raises:
+        Eagle3Error: a line that is damaged, by its number.
+    """
+    with log.open("rb") as file:
+        offset = 0
+        for number, text in enumerate(file, 1):
+            try:
+                line = json.loads(text)
+                line["id"], line["answers"], line["refused"], line["failures"]
+            except (ValueError, TypeError, KeyError) as error:
+                raise Eagle3Error(
+                    f"{short_path(log)}, line {number}: damaged ({type(error).__name__}: {error}): found {text[:60]!r}; "
+                    "delete the line and run the stage again: its prompt is asked anew"
+                ) from error
+            yield offset, line
+            offset += len(text)
+
+
+def _finished(log: Path) -> set[str]:
+    """Ids of the conversations in the log; a last line that a kill cut off is dropped, refused ones are asked again."""
+    if not log.is_file():
+        return set()
+    with log.open("rb+") as file:
+        file.truncate(sum(len(text) for text in file if text.endswith(b"\n")))
+    return {line["id"] for _, line in _log_lines(log) if not line["refused"]}
+
+
+def _samples(
+    log: Path, conversations: list[Conversation], params: GenerateParams
+) -> Iterator[tuple[dict, list[Answer]]]:
+    """(log line, its answers) in the order of the prompts: the same data whatever the timing or the number of runs."""
+    places = {line["id"]: offset for offset, line in _log_lines(log)}
+    with log.open("rb") as file:
+        for conversation in conversations:
+            file.seek(places[conversation.id])
+            line = json.loads(file.readline())
+            split = prompts.split_of(conversation.first_prompt, params.held_out_share)
+            yield line, [Answer(**row | {"split": split}) for row in line["answers"]]
+
+
+# --- what came of it --------------------------------------------------------------------------------------------------
+
+
+def loops(ids: list[int]) -> bool:
+    """The answer ends in a loop: some tokens, at most 64, said at least four times over and for 48 tokens or more."""
+    for period in range(1, LOOP_PERIODS + 1):
+        tail = ids[-max(LOOP_REPEATS * period, LOOP_TOKENS) :]
+        if len(tail) >= max(LOOP_REPEATS * period, LOOP_TOKENS) and tail[period:] == tail[:-period]:
+            return True
+    return False
+
+
+FLAWS: dict[str, Callable[[Answer], bool]] = {
+    "cut": lambda answer: answer.finish_reason == "length",
+    "empty": lambda answer: not (answer.text.strip() or answer.reasoning.strip() or answer.tool_calls),
+    "loop": lambda answer: loops(answer.output_ids),
+    "unrendered": lambda answer: answer.rendered == "no",
+}
+
+
+class Summary:
+    """Counts over the samples as they pass."""
+
+    def __init__(self):
+        self.counts, self.flaws, self.dropped, self.failures = Counter(), Counter(), Counter(), Counter()
+        self.splits, self.reasons, self.rendered, self.lengths = Counter(), Counter(), Counter(), Counter()
+        self.ids_from, self.servers = Counter(), Counter()
+
+    def counted(self, lines: Iterable[tuple[dict, list[Answer]]], drop: Collection[str]) -> Iterator[Answer]:
+        """The answers that are kept; every flaw is counted, whether it drops the answer or not."""
+        for line, answers in lines:
+            self.failures.update(line["failures"])
+            self.counts["refused"] += bool(line["refused"])
+            for answer in answers:
+                flaws = [name for name, has in FLAWS.items() if has(answer)]
+                self.flaws.update(flaws)
+                if dropping := [name for name in flaws if name in drop]:
+                    self.dropped[dropping[0]] += 1
+                    continue
+                self._count(answer)
+                yield answer
+
+    def _count(self, answer: Answer) -> None:
+        tokens = len(answer.output_ids)
+        self.counts.update(samples=1, prompt_tokens=len(answer.prompt_ids), output_tokens=tokens)
+        self.counts["with_reasoning"] += bool(answer.reasoning)
+        if answer.reasoning_span:
+            self.counts["reasoning_tokens"] += answer.reasoning_span[1] - answer.reasoning_span[0]
+        self.splits[answer.split] += 1
+        self.reasons[answer.finish_reason] += 1
+        self.rendered[answer.rendered] += 1
+        self.ids_from[answer.ids_from] += 1
+        self.servers[answer.server] += 1
+        self.lengths[1 << max(tokens - 1, 0).bit_length()] += 1  # up to the next power of two
+
+    def result(self) -> dict:
+        samples = self.counts["samples"]
+        return {
+            "samples": samples,
+            "splits": dict(self.splits),
+            "finish_reasons": dict(self.reasons),
+            "prompt_tokens": self.counts["prompt_tokens"],
+            "output_tokens": self.counts["output_tokens"],
+            "reasoning_share": round(self.counts["with_reasoning"] / samples, 4) if samples else 0.0,
+            "reasoning_tokens": self.counts["reasoning_tokens"],
+            "rendered": dict(self.rendered),
+            "ids_from": dict(self.ids_from),
+            "flaws": {name: self.flaws[name] for name in FLAWS},
+            "dropped": dict(self.dropped),
+            "refused": self.counts["refused"],
+            "failed_tries": dict(self.failures),
+            "servers": dict(self.servers),
+            "tokens_at_most": {str(most): self.lengths[most] for most in sorted(self.lengths)},
+        }

@@ -1,0 +1,1 @@
+"""Training of a drafter on stored features."""

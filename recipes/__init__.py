@@ -1,0 +1,1 @@
+"""How the small models that lie in the repository were made; not part of the library."""
