@@ -18,8 +18,9 @@ exact replay of every draft that an engine could have made.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ class DrafterConfig:
     target_hidden_size: int
     boundaries: tuple[int, ...]
     rms_norm_eps: float = 1e-5
-    rope_parameters: dict = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     max_position_embeddings: int = 2048
     num_hidden_layers: int = 1
     latent: LatentSizes | None = None  # latent attention (MLA) instead of grouped-query attention
@@ -92,11 +93,11 @@ class DrafterConfig:
             max_position_embeddings=self.max_position_embeddings,
         )
 
-    def with_(self, **changes) -> "DrafterConfig":
+    def with_(self, **changes: Any) -> "DrafterConfig":
         return replace(self, **changes)
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(nn.RMSNorm):  # type: ignore[misc]
     """Keeps the type of its input: under autocast the residual stream is bfloat16, as an engine serves it."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,14 +105,14 @@ class RMSNorm(nn.RMSNorm):
             return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-class Rope(LlamaRotaryEmbedding):
+class Rope(LlamaRotaryEmbedding):  # type: ignore[misc]
     """cos and sin of rope; its inverse frequencies stay float32 in every dtype that the drafter is cast to.
 
     Engines build their cos/sin tables from float32 frequencies, whatever the model's dtype (vLLM 0.32:
     model_executor/layers/rotary_embedding/base.py). In bfloat16 the angle at position 4,000 would be off by radians.
     """
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rope":
         """Every cast and move of a module passes here: buffers go where ``fn`` puts them, with the values they had."""
         kept = dict(self._buffers)
         super()._apply(fn, recurse)
@@ -127,11 +128,11 @@ def softmax_scale(config: DrafterConfig) -> float:
     SGLang's deepseek_v2.py have it; a trainer that leaves it out trains another temperature.
     """
     if config.latent is None:
-        return config.head_dim**-0.5
-    return config.latent.qk_head_dim**-0.5 * yarn_mscale(config.rope_parameters) ** 2
+        return float(config.head_dim**-0.5)
+    return float(config.latent.qk_head_dim**-0.5) * yarn_mscale(config.rope_parameters) ** 2
 
 
-class Attention(nn.Module):
+class Attention(nn.Module):  # type: ignore[misc]
     """Grouped-query attention; ``inputs`` features in, hidden_size out."""
 
     def __init__(self, config: DrafterConfig, inputs: int):
@@ -200,15 +201,16 @@ class LatentAttention(Attention):
         return torch.cat([keys, turned.expand(-1, keys.shape[1], -1, -1)], -1), values
 
 
-def yarn_mscale(rope_parameters: dict) -> float:
+def yarn_mscale(rope_parameters: dict[str, Any]) -> float:
     """YaRN's factor of the softmax scale (vLLM deepseek_v2.py, yarn_get_mscale): 1 without mscale_all_dim."""
-    factor, power = rope_parameters.get("factor", 1.0), rope_parameters.get("mscale_all_dim", 0)
+    factor: float = rope_parameters.get("factor", 1.0)
+    power: float = rope_parameters.get("mscale_all_dim", 0)
     if rope_parameters.get("rope_type", "default") == "default" or not power or factor <= 1:
         return 1.0
     return 0.1 * power * math.log(factor) + 1.0
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(nn.Module):  # type: ignore[misc]
     """A :class:`~eagle3_lib.drafter.seam.Layer`. The first layer takes the embedding beside the hidden state; later ones are plain (vLLM llama_eagle3.py)."""
 
     def __init__(self, config: DrafterConfig, first: bool):
@@ -260,7 +262,7 @@ class DecoderLayer(nn.Module):
         return seam.forward(self, embeds, hidden, rope, cache, documents)
 
 
-class Drafter(nn.Module):
+class Drafter(nn.Module):  # type: ignore[misc]
     """A :class:`~eagle3_lib.drafter.seam.Head`. A drafter of another kind is a subclass with other methods of the seam.
 
     Parameters are NaN until a checkpoint or :meth:`initialise` fills them, so a forgotten tensor shows at once.
@@ -331,7 +333,8 @@ class Drafter(nn.Module):
         ours, theirs = self.state_dict() | (tensors or {}), new.state_dict()
         kept = {name: ours[name] for name in theirs if name in ours and ours[name].shape == theirs[name].shape}
         new.load_state_dict(kept, strict=False)
-        return new.eval()
+        new.eval()
+        return new
 
     def share_embedding(self, weight: Tensor) -> None:
         """Use the target's embedding [vocab, H] unless the checkpoint brought its own."""

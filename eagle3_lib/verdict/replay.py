@@ -132,6 +132,8 @@ class Texts:
             return torch.zeros_like(next(iter(self.streams.values()))[rows])
         kind, k = source
         if kind == NORMED:
+            if final_norm is None:
+                raise ValueError(f"source {source}: found no final_norm, expected the target's")
             return final_norm(self.streams[RESIDUAL, k][rows])
         if isinstance(kind, Without):
             return self.streams[RESIDUAL, k][rows] - self.streams[kind.part, k][rows]
