@@ -12,17 +12,19 @@
 # EXTRA=cuda    the environment for a GPU (docs/install.md). It takes several extras: EXTRA=cpu,slurm
 PYTHON ?= python3.11
 RUN ?= quickstart
-EXTRA ?= cpu
-LOCKED ?=
 BIN := .venv/bin
 comma := ,
 space := $() $()
+# A file in .venv says that it is whole, for which extras, and whether by lock file (locked-cpu, ready-cuda-slurm). What
+# `make` is not told stays as it was; other extras are installed in place of those.
+MARK := $(firstword $(wildcard .venv/ready-* .venv/locked-*))
+EXTRA ?= $(or $(subst -,$(comma),$(patsubst .venv/ready-%,%,$(patsubst .venv/locked-%,%,$(MARK)))),cpu)
+LOCKED ?= $(filter .venv/locked-%,$(MARK))
+READY := .venv/$(if $(LOCKED),locked,ready)-$(subst $(comma),-,$(EXTRA))
 EXTRAS := $(subst $(comma), ,$(EXTRA))
 LOCK_FILE := $(if $(LOCKED),locks/$(firstword $(EXTRAS)).txt)
-# A lock file holds its extra and those that every environment has; what else EXTRA names is added to it.
+# A lock file holds its extra, batch and dev; what else EXTRA names is added to it.
 INSTALL := $(if $(LOCKED),$(wordlist 2,9,$(EXTRAS)),$(EXTRAS)) batch dev
-# The file that says that .venv is whole and for which extras: asking for others installs again.
-READY := .venv/ready-$(subst $(comma),-,$(EXTRA))
 TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -73,7 +75,7 @@ endef
 
 $(READY): pyproject.toml $(LOCK_FILE)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
-	rm -f .venv/ready*
+	rm -f .venv/ready* .venv/locked*
 	$(BIN)/pip install -q -U pip
 ifeq ($(filter cpu,$(EXTRAS)),cpu)
 	$(call PIP_CPU,$(if $(LOCKED),--no-deps -r $(LOCK_FILE),$(TORCH)))
@@ -88,13 +90,13 @@ endif
 	touch $@
 
 # The CPU build of torch is not on PyPI. Found where pip finds it too: PIP_FIND_LINKS, or PyTorch's CPU wheel index.
-LOCK := uv pip compile -q pyproject.toml --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+LOCK := uv pip compile -q --upgrade pyproject.toml --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-emit-index-url --custom-compile-command "make locks" --extra batch --extra dev
+LOCK_CPU := $(LOCK) --extra cpu -o locks/cpu.txt $(MISFITS:%=--no-emit-package %)
 locks: export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
-locks: $(READY)
+locks:
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q uv
 	mkdir -p locks
-	$(BIN)/$(LOCK) --extra cpu -o locks/cpu.txt $(MISFITS:%=--no-emit-package %) || \
-	  $(BIN)/$(LOCK) --extra cpu -o locks/cpu.txt $(MISFITS:%=--no-emit-package %) \
-	  --extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match
-	UV_FIND_LINKS= $(BIN)/$(LOCK) --extra cuda -o locks/cuda.txt
+	$(BIN)/$(LOCK_CPU) || $(BIN)/$(LOCK_CPU) --extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match
+	env -u UV_FIND_LINKS $(BIN)/$(LOCK) --extra cuda -o locks/cuda.txt

@@ -21,6 +21,7 @@ fail() { echo "slurm_one_node.sh: $*" >&2; exit 1; }
 for daemon in slurmctld slurmd; do
   ! pgrep -x "$daemon" >/dev/null || fail "$daemon runs already: this machine has a Slurm, use workflow/profiles/slurm"
 done
+[ ! -e /etc/slurm/slurm.conf ] || fail "found /etc/slurm/slurm.conf: this machine has a Slurm, use workflow/profiles/slurm"
 if [ "$(command -v munged slurmctld slurmd sinfo | wc -l)" -lt 4 ]; then
   command -v apt-get >/dev/null || fail "found no slurmctld, slurmd, munged and no apt-get to install them"
   apt-get update -qq || fail "apt-get update failed"
@@ -28,11 +29,13 @@ if [ "$(command -v munged slurmctld slurmd sinfo | wc -l)" -lt 4 ]; then
     || fail "apt-get could not install slurm-wlm and munge"
 fi
 
-# 2. A cluster of this machine, all of it in one temporary folder.
+# 2. A cluster of this machine, all of it in one temporary folder. A link in /etc leads to its configuration: the variable
+# SLURM_CONF would not do, the plugin takes it from the jobs.
 TMP=$(mktemp -d /tmp/slurm-one-node.XXXXXX)
 chmod 755 "$TMP"
 mkdir "$TMP/state" "$TMP/spool"
 stop() {
+  rm -f /etc/slurm/slurm.conf
   for daemon in slurmd slurmctld munged; do
     [ ! -s "$TMP/$daemon.pid" ] || kill "$(cat "$TMP/$daemon.pid")" 2>/dev/null || true
   done
@@ -40,6 +43,7 @@ stop() {
   if [ "${KEEP:-}" = 1 ]; then echo "kept $TMP"; else rm -rf "$TMP"; fi
 }
 trap stop EXIT
+CPUS=$(env -u OMP_NUM_THREADS nproc)
 MEMORY=$(slurmd -C | sed -n 's/.*RealMemory=\([0-9]*\).*/\1/p')
 cat >"$TMP/slurm.conf" <<CONF
 ClusterName=one
@@ -66,10 +70,11 @@ AccountingStorageType=accounting_storage/none
 MinJobAge=3600
 JobCompType=jobcomp/filetxt
 JobCompLoc=$TMP/jobs.txt
-NodeName=one NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 CPUs=$(nproc) RealMemory=$MEMORY
+NodeName=one NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 CPUs=$CPUS RealMemory=$MEMORY
 PartitionName=all Nodes=one Default=YES MaxTime=INFINITE
 CONF
-export SLURM_CONF=$TMP/slurm.conf
+mkdir -p /etc/slurm
+ln -s "$TMP/slurm.conf" /etc/slurm/slurm.conf
 
 # 3. Its daemons.
 head -c 1024 /dev/urandom >"$TMP/munge.key"
@@ -88,9 +93,9 @@ sinfo
 # 4. The workflow. One CPU for a job, so that two CPUs run two parts of stage 04 side by side; the memory is shared alike.
 echo "+ workflow/run.py ${RUN[*]} --profile workflow/profiles/slurm"
 status=0
-"$PYTHON" workflow/run.py "${RUN[@]}" --profile workflow/profiles/slurm --cores "$(nproc)" --max-threads 1 \
-  --default-resources mem_mb=$((MEMORY / $(nproc))) runtime=60 \
-  --slurm-status-command squeue --slurm-init-seconds-before-status-checks 5 --latency-wait 10 || status=$?
+"$PYTHON" workflow/run.py "${RUN[@]}" --profile workflow/profiles/slurm --cores "$CPUS" --max-threads 1 \
+  --default-resources mem_mb=$((MEMORY / CPUS)) runtime=60 \
+  --slurm-no-account --slurm-status-command squeue --slurm-init-seconds-before-status-checks 5 --latency-wait 10 || status=$?
 
 # 5. What Slurm saw. %k is the rule, as the plugin writes it into the job's comment.
 squeue --states=all --sort=i -o '%.5i %.9T %.4C %.7m %.20S %.20e %.10M %k'
