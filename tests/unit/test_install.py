@@ -118,7 +118,9 @@ def test_profiles_run_stages_with_their_own_executor_and_resume():
         assert profile.get("executor", "local") == path.parent.name
         assert profile["rerun-incomplete"] and profile["keep-incomplete"]
         if path.parent.name != "local":
-            assert PROJECT["optional-dependencies"][path.parent.name] == [f"snakemake-executor-plugin-{path.parent.name}"]
+            assert PROJECT["optional-dependencies"][path.parent.name] == [
+                f"snakemake-executor-plugin-{path.parent.name}"
+            ]
 
 
 @pytest.mark.parametrize("extra, said", [("cpu", "cpu,batch,dev"), ("cpu,slurm", "cpu,slurm,batch,dev")])
@@ -141,7 +143,11 @@ def test_make_takes_no_cpu_build_for_cuda():
 
 def test_the_one_node_cluster_refuses_an_interpreter_without_the_plugin():
     done = subprocess.run(
-        ["workflow/slurm_one_node.sh"], cwd=ROOT, env={"PATH": "/usr/bin:/bin", "PYTHON": "false"}, capture_output=True, text=True
+        ["workflow/slurm_one_node.sh"],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "PYTHON": "false"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 1
     assert re.search(r"expected root|lacks snakemake-executor-plugin-slurm", done.stderr)
