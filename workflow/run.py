@@ -16,8 +16,10 @@ import argparse
 import fcntl
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import yaml
 from snakemake.cli import main as snakemake
 
 from eagle3_lib.errors import Eagle3Error
@@ -32,7 +34,8 @@ def arguments(words: list[str]) -> tuple[str, str, list[str]]:
     """(params file, profile, Snakemake's own words) of a command line.
 
     Raises:
-        SystemExit: a profile without config.yaml, or --config, by which the workflow learns its params file.
+        SystemExit: a profile without config.yaml or whose executor is not installed, or --config, by which the workflow
+            learns its params file.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -40,9 +43,13 @@ def arguments(words: list[str]) -> tuple[str, str, list[str]]:
     parser.add_argument("name", nargs="?", default="quickstart", help="a name in params/, or a path that ends in .yaml")
     parser.add_argument("--profile", default=LOCAL, help=f"a folder with Snakemake's config.yaml (default: {LOCAL})")
     known, rest = parser.parse_known_args(words)
-    if not (project_path(known.profile) / "config.yaml").is_file():
+    config = project_path(known.profile) / "config.yaml"
+    if not config.is_file():
         profiles = sorted(str(path.parent.relative_to(ROOT)) for path in ROOT.glob("workflow/profiles/*/config.yaml"))
         parser.error(f"--profile: found no config.yaml in {known.profile!r}, expected one of {', '.join(profiles)}")
+    executor = yaml.safe_load(config.read_text()).get("executor", "local")
+    if executor != "local" and not find_spec(f"snakemake_executor_plugin_{executor}"):
+        parser.error(f"--profile: found no plugin for executor {executor!r} here; docs/install.md: EXTRA=cpu,{executor}")
     if any(word.split("=")[0] in ("--config", "-C") for word in rest):
         parser.error("--config: not allowed here; parameters stand in the params file")
     params = known.name if known.name.endswith(".yaml") else f"params/{known.name}.yaml"

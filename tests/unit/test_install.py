@@ -53,6 +53,13 @@ def test_a_rule_is_a_target_too_and_without_one_everything_runs(params):
     assert {"all", "publish", "benchmark", "preflight"} <= planned(output)
 
 
+def test_run_names_the_extra_of_a_profile_whose_plugin_is_missing(tmp_path):
+    (tmp_path / "config.yaml").write_text("executor: nothing\n")
+    code, output = script("workflow/run.py", "quickstart", "-n", "--profile", str(tmp_path))
+    assert code == 2
+    assert "found no plugin for executor 'nothing' here; docs/install.md: EXTRA=cpu,nothing" in output
+
+
 @pytest.mark.parametrize(
     "words, told",
     [
