@@ -49,7 +49,9 @@ def arguments(words: list[str]) -> tuple[str, str, list[str]]:
         parser.error(f"--profile: found no config.yaml in {known.profile!r}, expected one of {', '.join(profiles)}")
     executor = yaml.safe_load(config.read_text()).get("executor", "local")
     if executor != "local" and not find_spec(f"snakemake_executor_plugin_{executor}"):
-        parser.error(f"--profile: found no plugin for executor {executor!r} here; docs/install.md: EXTRA=cpu,{executor}")
+        parser.error(
+            f"--profile: found no plugin for executor {executor!r} here; docs/install.md: EXTRA=cpu,{executor}"
+        )
     if any(word.split("=")[0] in ("--config", "-C") for word in rest):
         parser.error("--config: not allowed here; parameters stand in the params file")
     params = known.name if known.name.endswith(".yaml") else f"params/{known.name}.yaml"
