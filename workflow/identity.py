@@ -36,13 +36,15 @@ def depends(run: Run, stage: str, flat: dict) -> dict[str, str]:
         flat: all parameters of the stage, as :meth:`eagle3_lib.params.Run.flat` gives them.
     Returns:
         "engine", "target", "drafter", those that the stage has; "" for one that it does not use with these parameters.
+        Of a drafter, stage 01 keeps the sizes only, so its config.json is an input of that rule instead; what stage 01
+        checks of the weights, the later stages that load them check again.
     """
     found = {}
     if "engine_python" in flat:
         found["engine"] = engines_of(stage, flat)
     if "target" in flat:
         found["target"] = target_identity(flat["target"])
-    if "drafter" in flat:
+    if "drafter" in flat and stage != "preflight":
         found["drafter"] = drafter_identity(run, flat["drafter"])
     return found
 
@@ -62,6 +64,11 @@ def engines_of(stage: str, flat: dict) -> str:
     else:
         places = {(flat["engine"], flat["engine_python"])}
     return ", ".join(engine_identity(*place) for place in sorted(places))
+
+
+def config_of(run: Run, folder: str) -> list[str]:
+    """The config.json of a drafter that is there before the run, as the inputs of a rule."""
+    return [f"{folder}/config.json"] if folder and not trained_here(run, folder) else []
 
 
 def drafter_identity(run: Run, folder: str) -> str:
