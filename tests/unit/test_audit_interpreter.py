@@ -76,7 +76,9 @@ def test_a_source_tree_that_cannot_be_read_is_left_out(tmp_path):
 
 
 def test_an_interpreter_without_the_engine_is_told_with_the_way_out(tmp_path, engine_python):
-    with pytest.raises(Eagle3Error, match="engine_python: found no sglang in .*; or name .* in engine_version, such as"):
+    with pytest.raises(
+        Eagle3Error, match="engine_python: found no sglang in .*; or name .* in engine_version, such as"
+    ):
         audited(tmp_path, engine="sglang", engine_python=engine_python)
     with pytest.raises(Eagle3Error, match="engine_python: .*absent.* does not run: .*engine_version"):
         audit.installed_version("vllm", os.path.join(tmp_path, "absent"))

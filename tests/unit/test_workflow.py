@@ -80,7 +80,8 @@ def test_the_closure_is_quick():
 
 IMPORTS = """
 import ast, json, os, sys
-import matplotlib.pyplot, openai, pandas, safetensors.torch, scipy.stats, torch, transformers
+import accelerate, IPython.display, matplotlib.pyplot, openai, pandas, prometheus_client, scipy.stats, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 for name, source in json.load(open(sys.argv[1])).items():
     if os.fork() == 0:
         exec(source)
