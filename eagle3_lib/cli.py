@@ -108,6 +108,9 @@ def publish(
     allow: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="A text found as a leak that is none; repeatable.")
     ] = None,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="The pages go into FOLDER itself, and there is no list of runs.")
+    ] = False,
 ) -> None:
     """Make self-contained pages of an executed run.
 
@@ -123,7 +126,7 @@ def publish(
     """
     from .reports import publish as pages
 
-    typer.echo(os.path.relpath(pages.run(name, to, tuple(allow or ()))))
+    typer.echo(os.path.relpath(pages.run(name, to, tuple(allow or ()), alone)))
 
 
 def _run(name: str) -> "Run":

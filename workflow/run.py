@@ -83,7 +83,7 @@ def main() -> None:
             print(f"The failed stage's executed notebook is in runs/{run.name}/notebooks/.", file=sys.stderr)
             raise
     if not rest:
-        print(f"\nreport: {ROOT / 'reports' / run.name / 'index.html'}")
+        print(f"\nreport: {folder / 'pages' / 'index.html'}")
 
 
 if __name__ == "__main__":

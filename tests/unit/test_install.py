@@ -11,7 +11,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from eagle3_lib.provenance import ROOT
+from eagle3_lib.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCKS = {"cpu": ["cpu", "batch", "dev"], "cuda": ["cuda", "batch", "dev"]}
