@@ -373,7 +373,7 @@ class Replay(TypedDict):
 
 
 class Cost(TypedDict):
-    """Cost apart from acceptance (:func:`eagle3_lib.verdict.diagnose.speed`)."""
+    """Cost apart from acceptance (:func:`eagle3_lib.verdict.break_even.speed`)."""
 
     step_ratio: float
     break_even_length: float

@@ -18,6 +18,7 @@ from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.paths import ROOT, project_path, short_path
 
 PACKAGE = "eagle3_lib"
+DRAWING = f"{PACKAGE}.reports"
 NAMED = re.compile(rf"\b{PACKAGE}(?:\.\w+)+")
 
 # module -> modules that it starts by name, in another process or interpreter.
@@ -43,12 +44,14 @@ def graph() -> grimp.ImportGraph:
     return grimp.build_graph(PACKAGE, cache_dir=None)
 
 
-def of_notebook(path: str, words: Iterable[str] = ()) -> list[str]:
+def of_notebook(path: str, words: Iterable[str] = (), figures: bool = False) -> list[str]:
     """The files that an executed notebook's results depend on, beside itself.
 
     Args:
         path: the notebook, relative to the project root.
         words: texts that may name further modules, such as the arguments of an engine that loads one.
+        figures: also what draws its figures and tables. Stages that serve or train do not run again for the look of a
+            figure.
     Returns:
         paths relative to the project root, sorted.
     Raises:
@@ -56,7 +59,8 @@ def of_notebook(path: str, words: Iterable[str] = ()) -> list[str]:
     """
     cells = json.loads(project_path(path).read_text())["cells"]
     source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    return of_modules([*_imported(source, path), *named_in(words)])
+    imported = [name for name in _imported(source, path) if figures or not name.startswith(DRAWING)]
+    return of_modules([*imported, *named_in(words)])
 
 
 def of_modules(modules: Iterable[str]) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..results import Benchmark, Cost, Interval, Latency, Replay, TimedRequest
-from ..verdict import acceptance, diagnose
+from ..verdict import acceptance, break_even
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 ALONE = 1  # requests at a time
@@ -42,15 +42,15 @@ def by_concurrency(plain: Benchmark, other: Benchmark) -> dict[str, Interval]:
 def cost(plain: Benchmark, other: Benchmark, replay: Replay) -> Cost:
     """Time of a round over a plain step, and what of the speedup comes from acceptance and what from cost.
 
-    Steps after prefill, at one request at a time; see :func:`eagle3_lib.verdict.diagnose.speed`.
+    Steps after prefill, at one request at a time; see :func:`eagle3_lib.verdict.break_even.speed`.
     """
     plain_repeats, repeats = _repeats(plain), _repeats(other)
     engine = replay["engine_acceptance"]["mean_length"]["value"]
     correct = replay["replay_acceptance"]["mean_length"]["value"]
-    result = diagnose.speed(plain_repeats, repeats)
+    result = break_even.speed(plain_repeats, repeats)
     if not engine or not correct:
         return result
-    return diagnose.speed(plain_repeats, repeats, result["mean_length"] * correct / engine)
+    return break_even.speed(plain_repeats, repeats, result["mean_length"] * correct / engine)
 
 
 def _repeats(run: Benchmark) -> list[dict[str, float]]:

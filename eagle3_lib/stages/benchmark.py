@@ -30,6 +30,7 @@ from ..paths import project_path
 from ..results import BENCHMARK_SCHEMA, Benchmark, Counters, CrossCheck, MeasuredRequest, Speed
 from ..targets import targets
 from ..targets.answers import Answer, read_answers, samples_file
+from ..targets.identity import target_identity
 from ..verdict import acceptance
 from ..verdict.rounds import contradiction, counters_contradict, histogram_fits, told_rounds, totals_fit
 
@@ -69,6 +70,7 @@ def run(params: BenchmarkParams) -> Benchmark:
     )
     settings = params.model_dump(exclude={"out", "port", "start_timeout_s", "stall_timeout_s"})
     settings |= {role: folder_hash(path) for role, path in inputs.items()}
+    settings["target_identity"] = target_identity(params.target)
     with stage("benchmark", params, inputs) as notes:
         journal = Journal(out / "finished.jsonl", settings)
         with launch.serve(params, folder, out / "server.log", speculation) as server:

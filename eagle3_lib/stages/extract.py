@@ -20,12 +20,13 @@ from ..features import parity
 from ..features.backends import BACKENDS, offered
 from ..features.store import Sample, Store, Writer, write_online_index
 from ..features.wanted import Backend, Wanted
-from ..files import folder_hash, sha256, write_json
+from ..files import sha256, write_json
 from ..manifest import stage
 from ..params import ExtractParams
 from ..paths import project_path, short_path
 from ..targets import targets
 from ..targets.answers import Answer, iter_answers, samples_file
+from ..targets.identity import target_identity
 
 
 def run(params: ExtractParams) -> dict:
@@ -60,8 +61,8 @@ def run(params: ExtractParams) -> dict:
     )
     key = {
         "samples_sha256": sha256(samples),
-        "target_sha256": folder_hash(folder / "config.json"),
         "target": params.target,
+        "target_identity": target_identity(params.target),
         "target_dtype": params.dtype,
         "backend": params.backend,
         "boundaries": list(boundaries),

@@ -25,6 +25,7 @@ from ..paths import project_path, short_path
 from ..targets import prompts, targets
 from ..targets.answers import Answer, write_parquet
 from ..targets.answers import read_answers as read_answers  # for the notebook
+from ..targets.identity import target_identity
 from ..targets.prompts import Conversation
 
 NOT_THE_ANSWERS = {  # parameters that do not change what a conversation is answered
@@ -96,8 +97,9 @@ def servers_for(params: GenerateParams, out: Path) -> Iterator[list[Endpoint]]:
 
 
 def _start_over_if_changed(log: Path, params: GenerateParams) -> None:
-    """Answers made with other settings are moved away, not mixed."""
+    """Answers made with other settings, or of another target, are moved away, not mixed."""
     settings = {name: value for name, value in params.model_dump().items() if name not in NOT_THE_ANSWERS}
+    settings["target_identity"] = target_identity(params.target)
     known = log.with_name("settings.json")
     if log.is_file() and (not known.is_file() or json.loads(known.read_text()) != settings):
         aside = log.with_name(f"log.{int(log.stat().st_mtime)}.jsonl")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import Eagle3Error
-from ..results import BreakEven, Predicted
+from ..results import BreakEven, Cost, Predicted
 from . import acceptance
 
 MOST = 8
@@ -116,3 +116,39 @@ def of_run(positions: int, curve: Sequence[float], rounds: Mapping[str, float]) 
         rows = predict(fit(1.0, {positions: ratio}), curve)
         found[level] = {"measured_K": positions, "recommended": recommend(rows), "rows": rows}
     return found
+
+
+def speed(
+    plain: Sequence[Mapping[str, float]],
+    speculative: Sequence[Mapping[str, float]],
+    correct_length: float | None = None,
+) -> Cost:
+    """Cost apart from acceptance, from runs of the same requests with and without speculation.
+
+    Args:
+        plain: [{"tokens", "seconds"}], one for each repeat.
+        speculative: [{"tokens", "seconds", "rounds"}], one for each repeat.
+        correct_length: mean acceptance length of a correct engine, from the replay.
+    Returns:
+        step_ratio: time of a round over a plain step, which is the mean acceptance length at which speculation breaks
+        even. throughput_ratio = mean_length / step_ratio. With correct_length also from_acceptance (engine's length over
+        the correct one) and from_cost (correct length over step_ratio): their product is throughput_ratio.
+    """
+    if not plain or not speculative:
+        raise Eagle3Error(
+            f"speed: found {len(plain)} plain and {len(speculative)} speculative runs, expected some of each"
+        )
+    step = np.median([run["seconds"] / run["tokens"] for run in plain])
+    round_ = np.median([run["seconds"] / run["rounds"] for run in speculative])
+    length = float(np.median([run["tokens"] / run["rounds"] for run in speculative]))
+    cost = float(round_ / step)
+    result: Cost = {
+        "step_ratio": cost,
+        "break_even_length": cost,
+        "mean_length": length,
+        "throughput_ratio": length / cost,
+        "repeats": [len(plain), len(speculative)],
+    }
+    if correct_length:
+        result["from_acceptance"], result["from_cost"] = length / correct_length, correct_length / cost
+    return result

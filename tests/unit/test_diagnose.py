@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.verdict import acceptance, diagnose, evidence, hypotheses, slices
+from eagle3_lib.verdict import acceptance, break_even, diagnose, evidence, hypotheses, slices
 from eagle3_lib.verdict import rounds as rounds_module
 from eagle3_lib.verdict.diagnose import CORRECT
 from eagle3_lib.verdict.evidence import NOISE, Table
@@ -150,7 +150,7 @@ def test_together():
 
 def test_speed_is_split_into_acceptance_and_cost():
     """0.66x at 1.2 tokens a round: a correct engine at 2.4 would have gained 1.32x with the same cost of a round."""
-    speed = diagnose.speed(
+    speed = break_even.speed(
         [{"tokens": 100, "seconds": 1.0}] * 3,
         [{"tokens": 120, "rounds": 100, "seconds": 1.8182}] * 3,
         correct_length=2.4,

@@ -51,7 +51,7 @@ def test_a_rule_is_a_target_too_and_without_one_everything_runs(params):
     assert (code, planned(output)) == (0, {"preflight"}), output
     code, output = script("workflow/run.py", params[0], "-n")
     assert code == 0, output
-    assert {"all", "publish", "benchmark", "preflight"} <= planned(output)
+    assert {"all", "pages", "benchmark", "preflight"} <= planned(output)
 
 
 def test_run_names_the_extra_of_a_profile_whose_plugin_is_missing(tmp_path):
