@@ -2,6 +2,7 @@
 # make demo-broken   then the same engine broken on purpose, and the report that names the fault
 # make lab      the notebooks in JupyterLab
 # make test     every test that needs no GPU
+# make test-fast   those of them that take two minutes together
 # make run RUN=NAME   the pipeline of params/NAME.yaml
 # make plan RUN=NAME   what that run needs and what of it would fail, without a GPU or weights
 # make publish RUN=NAME   the pages of an executed run in reports/, and their index
@@ -28,7 +29,7 @@ INSTALL := $(if $(LOCKED),$(filter-out cpu,$(EXTRAS)),$(EXTRAS)) batch dev
 TORCH := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo demo-broken run plan publish lab test lint engine locks
+.PHONY: demo demo-broken run plan publish lab test test-fast lint .venv/ready engine locks
 demo: RUN := quickstart
 demo run: $(READY)
 	$(BIN)/python workflow/run.py $(RUN)
@@ -49,6 +50,9 @@ lab: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest
 
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not slow" tests/unit tests/notebooks
+
 # One environment, .venv, serves all rules: that lint of Snakemake's is left out.
 lint: $(READY)
 	$(BIN)/ruff check -q .
@@ -57,6 +61,7 @@ lint: $(READY)
 	$(BIN)/snakefmt --check workflow/Snakefile
 	! $(BIN)/snakemake -s workflow/Snakefile --lint 2>&1 | grep '^    \*' | grep -v 'Specify a conda environment'
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/python benchmarks/readme.py --check
 
 engine:
@@ -72,6 +77,9 @@ $(BIN)/pip install -q $(1) || { \
 	  echo "no CPU build of torch on pip's index: taking it from PyTorch's CPU wheel index, $(TORCH_CPU_INDEX)"; \
 	  $(BIN)/pip install -q $(1) --extra-index-url $(TORCH_CPU_INDEX); }
 endef
+
+# The environment, by the name that it has whatever it was made for.
+.venv/ready: $(READY)
 
 $(READY): pyproject.toml $(LOCK_FILE)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
