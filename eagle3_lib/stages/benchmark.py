@@ -137,7 +137,9 @@ def summarise(result: dict) -> dict:
     return summary
 
 
-def cross_check(requests: list[dict], before: dict | None, after: dict | None, positions: int = 0) -> dict:
+def cross_check(
+    requests: list[dict], before: base.Counters | None, after: base.Counters | None, positions: int = 0
+) -> dict:
     """The rounds of the requests beside what the engine counted otherwise.
 
     Args:
@@ -154,7 +156,7 @@ def cross_check(requests: list[dict], before: dict | None, after: dict | None, p
     counted = _since(before, after) if after else None
     if counted:
         comparable = all(request.get("tries", 1) == 1 and request.get("accepted") is not None for request in requests)
-        said = counters_contradict(rounds, counted, positions) if comparable else None
+        said = counters_contradict(rounds, dict(counted), positions) if comparable else None
         sentences += [said] if said else []
     return {
         "counters": counted,
@@ -166,13 +168,15 @@ def cross_check(requests: list[dict], before: dict | None, after: dict | None, p
     }
 
 
-def _since(before: dict | None, after: dict) -> dict:
+def _since(before: base.Counters | None, after: base.Counters) -> base.Counters:
     """What an engine's counters rose by."""
     if before is None:
         return after
     accepted = [a - b for a, b in zip(after["accepted"], before["accepted"], strict=True)]
-    return {"rounds": after["rounds"] - before["rounds"], "drafted": after["drafted"] - before["drafted"]} | {
-        "accepted": accepted
+    return {
+        "rounds": after["rounds"] - before["rounds"],
+        "drafted": after["drafted"] - before["drafted"],
+        "accepted": accepted,
     }
 
 
@@ -229,13 +233,13 @@ def _by_chunks(server: base.Server, prompt: Answer, params: BenchmarkParams) -> 
     return request
 
 
-def _totals_around(server: base.Server, before: dict, rounds: int) -> dict:
+def _totals_around(server: base.Server, before: base.Counters, rounds: int) -> base.Totals:
     """{"rounds", "accepted", "drafted"} that the engine's counters rose by."""
     rise = _since(before, _counters_after(server, before, rounds) or before)
-    return rise | {"accepted": sum(rise["accepted"])}
+    return {"rounds": rise["rounds"], "accepted": sum(rise["accepted"]), "drafted": rise["drafted"]}
 
 
-def _counters_after(server: base.Server, before: dict | None, rounds: int) -> dict | None:
+def _counters_after(server: base.Server, before: base.Counters | None, rounds: int) -> base.Counters | None:
     """The engine's counters, once they have risen by so many rounds: they come a moment after the last chunk."""
     for _ in range(COUNTER_TRIES):
         after = serving.counters(server)

@@ -1,9 +1,9 @@
 """What an interpreter's engine is built for. Runs below that interpreter, so it imports nothing of this project:
 
-    ENGINE_PYTHON eagle3_lib/engines/inside/fit_probe.py     prints JSON: {"torch", "kernels"}
+    ENGINE_PYTHON eagle3_lib/engines/inside/fit_probe.py PACKAGE ...     prints JSON: {"torch", "kernels"}
 
-torch: {"version", "cuda", "architectures"}, or None. kernels: of each package with compiled CUDA code that the engines
-launch: {"package", "version", "files": {name: {"sm": [...], "ptx": [...]}}}, compute capabilities such as "9.0". They are
+torch: {"version", "cuda", "architectures"}, or None. kernels: of each of the packages that is installed there:
+{"package", "version", "files": {name: {"sm": [...], "ptx": [...]}}}, compute capabilities such as "9.0". They are
 read from the libraries' fat binaries: the header of each one, and of each image in it (layout as in CUDA's fatbinary.h and
 as seen in cuobjdump's listing: kind 1 is PTX, 2 is machine code; the architecture is a number such as 90 or 120).
 """
@@ -15,7 +15,6 @@ import struct
 import sys
 from pathlib import Path
 
-PACKAGES = ("vllm", "sgl-kernel", "sglang-kernel")
 MAGIC = b"\x50\xed\x55\xba"
 HEADER, IMAGE = struct.Struct("<4sHHQ"), struct.Struct("<HHIQIIHHI")
 KINDS = {1: "ptx", 2: "sm"}
@@ -80,4 +79,4 @@ def torch_build() -> dict | None:
 
 
 if __name__ == "__main__":
-    json.dump({"torch": torch_build(), "kernels": [k for k in map(kernels, PACKAGES) if k]}, sys.stdout)
+    json.dump({"torch": torch_build(), "kernels": [k for k in map(kernels, sys.argv[1:]) if k]}, sys.stdout)
