@@ -55,7 +55,7 @@ class Server:
     stall_s: float = 300
     log: Path | None = None
     group: int = 0
-    room: dict[str, Any] = field(default_factory=dict)
+    room: clean_room.Record = field(default_factory=clean_room.Record)
     left_out: tuple[str, ...] = ()
     definitions: Definitions = NOTHING_TOLD
 

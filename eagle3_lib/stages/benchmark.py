@@ -18,6 +18,7 @@ from tqdm import tqdm
 from ..compat import launch
 from ..drafter import checkpoint
 from ..engines import base, meaning, serving
+from ..engines.definitions import Totals
 from ..engines.measured import throughput
 from ..errors import Eagle3Error
 from ..files import folder_hash, write_json
@@ -233,7 +234,7 @@ def _by_chunks(server: base.Server, prompt: Answer, params: BenchmarkParams) -> 
     return request
 
 
-def _totals_around(server: base.Server, before: base.Counters, rounds: int) -> base.Totals:
+def _totals_around(server: base.Server, before: base.Counters, rounds: int) -> Totals:
     """{"rounds", "accepted", "drafted"} that the engine's counters rose by."""
     rise = _since(before, _counters_after(server, before, rounds) or before)
     return {"rounds": rise["rounds"], "accepted": sum(rise["accepted"]), "drafted": rise["drafted"]}

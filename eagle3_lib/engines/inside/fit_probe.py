@@ -13,7 +13,9 @@ import json
 import mmap
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 MAGIC = b"\x50\xed\x55\xba"
 HEADER, IMAGE = struct.Struct("<4sHHQ"), struct.Struct("<HHIQIIHHI")
@@ -38,7 +40,7 @@ def images(path: Path) -> dict[str, list[str]]:
     return {kind: [capability(number) for number in sorted(numbers)] for kind, numbers in found.items()}
 
 
-def _images_at(library: mmap.mmap, at: int):
+def _images_at(library: mmap.mmap, at: int) -> Iterator[tuple[str, int]]:
     """(kind, architecture) of the images of the fat binary whose header may stand at ``at``."""
     if at + HEADER.size > len(library):
         return
@@ -53,7 +55,7 @@ def _images_at(library: mmap.mmap, at: int):
         place += max(image_header + image_size, IMAGE.size)
 
 
-def kernels(package: str) -> dict | None:
+def kernels(package: str) -> dict[str, Any] | None:
     """A package's libraries that hold GPU code; None where it is not installed."""
     try:
         distribution = importlib.metadata.distribution(package)
@@ -68,7 +70,7 @@ def kernels(package: str) -> dict | None:
     return {"package": package, "version": distribution.version, "files": files}
 
 
-def torch_build() -> dict | None:
+def torch_build() -> dict[str, Any] | None:
     """torch's CUDA version (None: a build without CUDA) and the architectures that it was compiled for."""
     try:
         import torch
