@@ -14,8 +14,9 @@ each later step adds one score a slot; both are merged by their log-sum-exp. Bac
 of the whole (as ring attention joins its blocks, Liu et al. 2023, https://arxiv.org/abs/2310.01889).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,9 +64,9 @@ def lattice_attention(query: Tensor, cache: Cache, scale: float, documents: Docu
     return _Lattice.apply(query, scale, documents, *(tensor for pair in cache for tensor in pair))
 
 
-class _Lattice(torch.autograd.Function):
+class _Lattice(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx, query: Tensor, scale: float, documents: Documents | None, *cache: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, scale: float, documents: Documents | None, *cache: Tensor) -> Tensor:
         keys, values, own = cache[0], cache[1], list(zip(cache[2::2], cache[3::2], strict=True))
         mixed, lse, rng = _causal(query, keys, values, scale, documents)
         shares = None
@@ -83,7 +84,7 @@ class _Lattice(torch.autograd.Function):
         return mixed
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, mixed, lse, shares, rng, keys, values, *own = ctx.saved_tensors
         causal = _causal_backward(grad, query, keys, values, mixed, lse, rng, ctx.scale, ctx.documents)
         if not own:
@@ -115,7 +116,9 @@ def _flash(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
-def _causal(query: Tensor, keys: Tensor, values: Tensor, scale: float, documents: Documents | None):
+def _causal(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, documents: Documents | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Output [B, heads, S, dv], log-sum-exp [B, heads, S], and the kernel's random state (None where it has none)."""
     if _flash(query):
         return _flash_forward(query, keys, values, scale, documents)
@@ -124,7 +127,18 @@ def _causal(query: Tensor, keys: Tensor, values: Tensor, scale: float, documents
     return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2), None
 
 
-def _causal_backward(grad, query, keys, values, out, lse, rng, scale, documents) -> tuple[Tensor, Tensor, Tensor]:
+def _causal_backward(
+    grad: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rng: Tensor | None,
+    scale: float,
+    documents: Documents | None,
+) -> tuple[Tensor, ...]:
+    """Gradients by query, keys and values."""
     if _flash(query):
         return _flash_backward(grad, query, keys, values, out, lse, rng, scale, documents)
     kernel = _cpu_flash_backward if query.device.type == "cpu" else _blockwise_backward
@@ -152,14 +166,18 @@ def _cpu_flash_forward(query: Tensor, keys: Tensor, values: Tensor, scale: float
     return out[..., : values.shape[-1]], lse
 
 
-def _cpu_flash_backward(grad, query, keys, values, out, lse, scale) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_flash_backward(
+    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, ...]:
     width = max(query.shape[-1], values.shape[-1])
     states = (_widened(tensor, width) for tensor in (grad, query, keys, values, out))
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*states, lse, 0.0, True, scale=scale)
     return tuple(g[..., : t.shape[-1]] for g, t in zip(grads, (query, keys, values), strict=True))
 
 
-def _flash_forward(query, keys, values, scale, documents):
+def _flash_forward(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, documents: Documents | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """FlashAttention-2 over packed rows [B x S, heads, d], in half precision (torch.nn.attention.varlen calls the same)."""
     batch, slots = query.shape[0], query.shape[2]
     bounds, longest = _bounds(documents, batch, slots, query.device)
@@ -172,7 +190,17 @@ def _flash_forward(query, keys, values, scale, documents):
     return out, lse.unflatten(1, (batch, slots)).transpose(0, 1), rng
 
 
-def _flash_backward(grad, query, keys, values, out, lse, rng, scale, documents) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rng: Tensor | None,
+    scale: float,
+    documents: Documents | None,
+) -> tuple[Tensor, ...]:
     batch, slots = query.shape[0], query.shape[2]
     bounds, longest = _bounds(documents, batch, slots, query.device)
     width = -(-max(query.shape[-1], values.shape[-1]) // 8) * 8
@@ -206,7 +234,9 @@ def _blockwise_forward(query: Tensor, keys: Tensor, values: Tensor, scale: float
     return torch.cat(out, 3).flatten(1, 2), torch.cat(lse, 3).flatten(1, 2)
 
 
-def _blockwise_backward(grad, query, keys, values, out, lse, scale) -> tuple[Tensor, Tensor, Tensor]:
+def _blockwise_backward(
+    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, ...]:
     mean = _grouped((grad * out).sum(-1, keepdim=True), keys)
     grad, lse = _grouped(grad, keys), _grouped(lse, keys)[..., None]
     grad_query, grad_keys, grad_values = [], torch.zeros_like(keys), torch.zeros_like(values)
@@ -219,7 +249,7 @@ def _blockwise_backward(grad, query, keys, values, out, lse, scale) -> tuple[Ten
     return torch.cat(grad_query, 3).flatten(1, 2), grad_keys, grad_values
 
 
-def _blocks(query: Tensor, keys: Tensor, scale: float):
+def _blocks(query: Tensor, keys: Tensor, scale: float) -> Iterator[tuple[int, slice, Tensor]]:
     """Masked scores [B, kv heads, group, rows, end] of some query rows over all keys that they see."""
     for start in range(0, query.shape[2], ROWS):
         rows = slice(start, min(start + ROWS, query.shape[2]))

@@ -14,7 +14,7 @@ import pickle
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..errors import Eagle3Error
 from ..files import whole_folder, write_json
@@ -46,7 +46,7 @@ class Loaded:
     """A drafter, the config.json it came with, and every conversion that reading it took."""
 
     drafter: Drafter
-    config_json: dict
+    config_json: dict[str, Any]
     conversions: list[str]
     format: str = ""
 
@@ -55,7 +55,7 @@ class Loaded:
 class Survey:
     """A folder as it is: config.json, each tensor's shape by its name in the drafter module, d2t, naming, format."""
 
-    raw: dict
+    raw: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     d2t: Tensor | None
     naming: str
@@ -94,8 +94,8 @@ class ConfigJson(BaseModel):
     max_position_embeddings: Positive
     attention_bias: bool = False
     rope_theta: float | None = None
-    rope_scaling: dict | None = None
-    rope_parameters: dict | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
     q_lora_rank: Positive | None = None
     kv_lora_rank: Positive | None = None
     qk_nope_head_dim: Positive | None = None
@@ -123,7 +123,7 @@ def default_boundaries(target_layers: int) -> tuple[int, int, int]:
     return 2, target_layers // 2, target_layers - 3
 
 
-def names_boundaries(raw: dict) -> bool:
+def names_boundaries(raw: dict[str, Any]) -> bool:
     """Whether a drafter's config.json says which layers it was trained on; engines guess them otherwise."""
     nested = raw.get("eagle_config") or {}
     return bool(raw.get(IDS) or nested.get(IDS) or nested.get("layer_ids"))
@@ -136,7 +136,7 @@ def _where(path: Path) -> str:
 # --- reading files ----------------------------------------------------------------------------------------------------
 
 
-def read_config(folder: Path) -> dict:
+def read_config(folder: Path) -> dict[str, Any]:
     """A folder's config.json.
 
     Raises:
@@ -256,7 +256,7 @@ def survey(folder: str | Path) -> Survey:
     return Survey(raw, shapes, d2t, naming, format_of(raw, naming, "t2d" in shapes))
 
 
-def format_of(raw: dict, naming: str, has_t2d: bool) -> str:
+def format_of(raw: dict[str, Any], naming: str, has_t2d: bool) -> str:
     """Who wrote a folder, as far as it shows."""
     if "transformer_layer_config" in raw:
         return f"speculators {raw.get('speculators_version', '')}".strip()
@@ -279,7 +279,7 @@ def _module_name(name: str) -> str:
 
 
 def parse_config(
-    raw: dict, where: str, target_layers: int | None, own_embedding: bool
+    raw: dict[str, Any], where: str, target_layers: int | None, own_embedding: bool
 ) -> tuple[DrafterConfig, list[str]]:
     """The drafter's config from its config.json, and the conversions made.
 
@@ -330,7 +330,7 @@ def _explain(fault: ErrorDetails, where: str) -> str:
     return f"{where}: {field}: found {fault['input']!r}, expected: {fault['msg'].removeprefix('Input should be ')}"
 
 
-def _flattened(raw: dict, where: str, notes: list[str]) -> dict:
+def _flattened(raw: dict[str, Any], where: str, notes: list[str]) -> dict[str, Any]:
     """A speculators config as a flat one. Its layer config holds only what differs from transformers' defaults."""
     layer = raw["transformer_layer_config"]
     if raw.get("speculators_model_type") != "eagle3" or not isinstance(layer, dict):
@@ -349,7 +349,7 @@ def _flattened(raw: dict, where: str, notes: list[str]) -> dict:
     return filled | top | flags | {"norm_before_residual": raw.get("norm_before_residual", True)}
 
 
-def _refuse_unknown_kinds(raw: dict, where: str) -> None:
+def _refuse_unknown_kinds(raw: dict[str, Any], where: str) -> None:
     """What the drafter module does not have, and would silently compute otherwise."""
     raw = raw.get("transformer_layer_config", raw)
     nested = raw.get("eagle_config") or {}
@@ -396,7 +396,7 @@ def _boundaries(fields: ConfigJson, where: str, layers: int | None, latent: bool
     return boundaries
 
 
-def _rope(fields: ConfigJson, notes: list[str]) -> dict:
+def _rope(fields: ConfigJson, notes: list[str]) -> dict[str, Any]:
     """rope_parameters of transformers 5, or rope_theta and rope_scaling of transformers 4 made into them."""
     if fields.rope_parameters is not None:
         rope = {"rope_theta": fields.rope_theta or 10000.0, **fields.rope_parameters}
@@ -505,7 +505,7 @@ def _check_tensors(
             raise Eagle3Error(f"{where}: {name}: found NaN or infinite values")
 
 
-def check_fits(config: DrafterConfig, target_config, drafter: str, target: str) -> None:
+def check_fits(config: DrafterConfig, target_config: PreTrainedConfig, drafter: str, target: str) -> None:
     """Refuse a drafter whose sizes are not the target's (``target_config``: the target's transformers text config)."""
     layers, where = target_config.num_hidden_layers, f"{drafter}/config.json"
     for name, found, expected in (
@@ -523,19 +523,22 @@ def check_fits(config: DrafterConfig, target_config, drafter: str, target: str) 
         )
 
 
-def load_for(folder: str | Path, target: str, target_model, dtype: torch.dtype = torch.float32) -> Drafter:
+def load_for(
+    folder: str | Path, target: str, target_model: PreTrainedModel, dtype: torch.dtype = torch.float32
+) -> Drafter:
     """A drafter checked against its target, sharing the target's embedding, on the target's device, for evaluation."""
     config = target_model.config.get_text_config()
     drafter = load(folder, config.num_hidden_layers, dtype).drafter
     check_fits(drafter.config, config, short_path(folder), target)
     drafter.share_embedding(target_model.get_input_embeddings().weight)
-    return drafter.to(target_model.device).eval()
+    drafter.to(target_model.device).eval()
+    return drafter
 
 
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-def layer_json(config: DrafterConfig) -> dict:
+def layer_json(config: DrafterConfig) -> dict[str, Any]:
     """The sizes of the decoder layer, as config.json files of every format name them."""
     plain = config.rope_parameters.get("rope_type", "default") == "default"
     fields = {
@@ -564,7 +567,7 @@ def architecture(config: DrafterConfig) -> str:
     return "Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"
 
 
-def to_config_json(config: DrafterConfig, dtype: torch.dtype, nested_ids: list[int] | None = None) -> dict:
+def to_config_json(config: DrafterConfig, dtype: torch.dtype, nested_ids: list[int] | None = None) -> dict[str, Any]:
     """A config.json that vLLM and SGLang read alike.
 
     Args:
@@ -592,7 +595,10 @@ def ascending(drafter: Drafter) -> tuple[DrafterConfig, dict[str, Tensor]]:
     order = sorted(range(len(config.boundaries)), key=config.boundaries.__getitem__)
     if order == list(range(len(order))):
         return config, tensors
-    blocks = lambda tensor: tensor.unflatten(-1, (len(order), -1))[..., order, :].flatten(-2)  # noqa: E731
+
+    def blocks(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(-1, (len(order), -1))[..., order, :].flatten(-2)
+
     tensors["fc.weight"] = blocks(tensors["fc.weight"])
     if config.norm_before_fc:
         tensors["input_norm.weight"] = blocks(tensors["input_norm.weight"])
@@ -602,7 +608,9 @@ def ascending(drafter: Drafter) -> tuple[DrafterConfig, dict[str, Tensor]]:
     return replace(config, boundaries=tuple(sorted(config.boundaries))), tensors
 
 
-def stored_tensors(config: DrafterConfig, tensors: dict[str, Tensor], dtype: torch.dtype, first: str) -> dict:
+def stored_tensors(
+    config: DrafterConfig, tensors: dict[str, Tensor], dtype: torch.dtype, first: str
+) -> dict[str, Tensor]:
     """The tensors to write, in ``dtype``; ``first``: the prefix of the first layer.
 
     A shared embedding is left out, and so are the maps of a full vocabulary: vLLM 0.32 has no parameter for them.

@@ -18,8 +18,9 @@ exact replay of every draft that an engine could have made.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,9 @@ from transformers import LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from . import seam
 from .attention import Cache, Documents, lattice_attention
+from .seam import Rotation
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class DrafterConfig:
     target_hidden_size: int
     boundaries: tuple[int, ...]
     rms_norm_eps: float = 1e-5
-    rope_parameters: dict = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     max_position_embeddings: int = 2048
     num_hidden_layers: int = 1
     latent: LatentSizes | None = None  # latent attention (MLA) instead of grouped-query attention
@@ -90,11 +93,11 @@ class DrafterConfig:
             max_position_embeddings=self.max_position_embeddings,
         )
 
-    def with_(self, **changes) -> "DrafterConfig":
+    def with_(self, **changes: Any) -> "DrafterConfig":
         return replace(self, **changes)
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(nn.RMSNorm):  # type: ignore[misc]
     """Keeps the type of its input: under autocast the residual stream is bfloat16, as an engine serves it."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,14 +105,14 @@ class RMSNorm(nn.RMSNorm):
             return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-class Rope(LlamaRotaryEmbedding):
+class Rope(LlamaRotaryEmbedding):  # type: ignore[misc]
     """cos and sin of rope; its inverse frequencies stay float32 in every dtype that the drafter is cast to.
 
     Engines build their cos/sin tables from float32 frequencies, whatever the model's dtype (vLLM 0.32:
     model_executor/layers/rotary_embedding/base.py). In bfloat16 the angle at position 4,000 would be off by radians.
     """
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rope":
         """Every cast and move of a module passes here: buffers go where ``fn`` puts them, with the values they had."""
         kept = dict(self._buffers)
         super()._apply(fn, recurse)
@@ -125,11 +128,11 @@ def softmax_scale(config: DrafterConfig) -> float:
     SGLang's deepseek_v2.py have it; a trainer that leaves it out trains another temperature.
     """
     if config.latent is None:
-        return config.head_dim**-0.5
-    return config.latent.qk_head_dim**-0.5 * yarn_mscale(config.rope_parameters) ** 2
+        return float(config.head_dim**-0.5)
+    return float(config.latent.qk_head_dim**-0.5) * yarn_mscale(config.rope_parameters) ** 2
 
 
-class Attention(nn.Module):
+class Attention(nn.Module):  # type: ignore[misc]
     """Grouped-query attention; ``inputs`` features in, hidden_size out."""
 
     def __init__(self, config: DrafterConfig, inputs: int):
@@ -143,24 +146,23 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def query(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def query(self, x: Tensor, rope: Rotation) -> Tensor:
         """x [B, S, inputs] -> [B, heads, S, d], turned by ``rope``."""
         query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         return apply_rotary_pos_emb(query, query[:, :0], *rope)[0]
 
-    def states(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def states(self, x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
         """x [B, S, inputs] -> keys, turned by ``rope``, and values [B, kv heads, S, d]."""
         keys = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         values = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return apply_rotary_pos_emb(keys[:, :0], keys, *rope)[1], values
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: Cache, documents: Documents | None = None
-    ) -> Tensor:
-        """x [B, S, inputs] of one step; its keys and values are appended to those of earlier steps in ``cache``."""
-        query = self.query(x, rope)
-        cache.append(self.states(x, rope))
-        mixed = lattice_attention(query, cache, self.scale, documents)
+    def attend(self, query: Tensor, cache: Cache, documents: Documents | None = None) -> Tensor:
+        """query [B, heads, S, d] of one step, keys and values of all steps so far -> [B, heads, S, d of values]."""
+        return lattice_attention(query, cache, self.scale, documents)
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """[B, heads, S, d of values] -> [B, S, hidden_size]."""
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -180,14 +182,14 @@ class LatentAttention(Attention):
         self.kv_b_proj = nn.Linear(sizes.kv_lora_rank, heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * sizes.v_head_dim, config.hidden_size, bias=False)
 
-    def query(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def query(self, x: Tensor, rope: Rotation) -> Tensor:
         """x [B, S, inputs] -> [B, heads, S, nope + rope]."""
         sizes = self.sizes
         query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (-1, sizes.qk_head_dim))
         query, turned = query.transpose(1, 2).split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], -1)
         return torch.cat([query, apply_rotary_pos_emb_interleave(turned, turned[:, :0], *rope)[0]], -1)
 
-    def states(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def states(self, x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
         """x [B, S, inputs] -> keys [B, heads, S, nope + rope] and values [B, heads, S, v]."""
         sizes = self.sizes
         latent, turned = self.kv_a_proj_with_mqa(x).split([sizes.kv_lora_rank, sizes.qk_rope_head_dim], -1)
@@ -199,16 +201,17 @@ class LatentAttention(Attention):
         return torch.cat([keys, turned.expand(-1, keys.shape[1], -1, -1)], -1), values
 
 
-def yarn_mscale(rope_parameters: dict) -> float:
+def yarn_mscale(rope_parameters: dict[str, Any]) -> float:
     """YaRN's factor of the softmax scale (vLLM deepseek_v2.py, yarn_get_mscale): 1 without mscale_all_dim."""
-    factor, power = rope_parameters.get("factor", 1.0), rope_parameters.get("mscale_all_dim", 0)
+    factor: float = rope_parameters.get("factor", 1.0)
+    power: float = rope_parameters.get("mscale_all_dim", 0)
     if rope_parameters.get("rope_type", "default") == "default" or not power or factor <= 1:
         return 1.0
     return 0.1 * power * math.log(factor) + 1.0
 
 
-class DecoderLayer(nn.Module):
-    """The first layer takes the embedding beside the hidden state; later ones are plain (vLLM llama_eagle3.py)."""
+class DecoderLayer(nn.Module):  # type: ignore[misc]
+    """A :class:`~eagle3_lib.drafter.seam.Layer`. The first layer takes the embedding beside the hidden state; later ones are plain (vLLM llama_eagle3.py)."""
 
     def __init__(self, config: DrafterConfig, first: bool):
         super().__init__()
@@ -221,27 +224,48 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config.llama())
 
-    def forward(
-        self,
-        embeds: Tensor,
-        hidden: Tensor,
-        rope: tuple[Tensor, Tensor],
-        cache: Cache,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """embeds, hidden [B, S, H] -> the residual stream after the layer [B, S, H]."""
-        if self.first:
-            normed = self.hidden_norm(hidden)
-            residual = normed if self.norm_before_residual else hidden
-            inputs = torch.cat([self.input_layernorm(embeds), normed], -1)
-        else:
-            residual, inputs = hidden, self.input_layernorm(hidden)
-        hidden = residual + self.self_attn(inputs, rope, cache, documents)
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by before the softmax."""
+        return float(self.self_attn.scale)
+
+    def enter(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """embeds, hidden [B, S, H] -> what attention takes [B, S, 2 H or H], and the residual [B, S, H] it is added to."""
+        if not self.first:
+            return self.input_layernorm(hidden), hidden
+        normed = self.hidden_norm(hidden)
+        inputs = torch.cat([self.input_layernorm(embeds), normed], -1)
+        return inputs, normed if self.norm_before_residual else hidden
+
+    def query(self, inputs: Tensor, rope: Rotation) -> Tensor:
+        """inputs of ``enter`` -> [B, heads, S, d]."""
+        return self.self_attn.query(inputs, rope)
+
+    def states(self, inputs: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
+        """inputs of ``enter`` -> keys [B, kv heads, S, d] and values [B, kv heads, S, d of values]."""
+        keys, values = self.self_attn.states(inputs, rope)
+        return keys, values
+
+    def attend(self, query: Tensor, cache: Cache, documents: Documents | None) -> Tensor:
+        """query [B, heads, S, d] of one step, keys and values of all steps so far -> [B, heads, S, d of values]."""
+        return self.self_attn.attend(query, cache, documents)
+
+    def leave(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """residual [B, S, H], mixed [B, heads, S, d of values] -> the residual stream after the layer [B, S, H]."""
+        hidden = residual + self.self_attn.output(mixed)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
+    def forward(
+        self, embeds: Tensor, hidden: Tensor, rope: Rotation, cache: Cache, documents: Documents | None = None
+    ) -> Tensor:
+        """embeds, hidden [B, S, H] -> the residual stream after the layer [B, S, H]."""
+        return seam.forward(self, embeds, hidden, rope, cache, documents)
 
-class Drafter(nn.Module):
-    """Parameters are NaN until a checkpoint or :meth:`initialise` fills them, so a forgotten tensor shows at once.
+
+class Drafter(nn.Module):  # type: ignore[misc]
+    """A :class:`~eagle3_lib.drafter.seam.Head`. A drafter of another kind is a subclass with other methods of the seam.
+
+    Parameters are NaN until a checkpoint or :meth:`initialise` fills them, so a forgotten tensor shows at once.
 
     Buffers ``d2t`` [draft vocab] int64 (offsets: target id = draft id + d2t[draft id]) and ``t2d`` [vocab] bool.
     """
@@ -255,7 +279,7 @@ class Drafter(nn.Module):
             self.fc_norm = nn.ModuleList(norms)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(config.feature_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList([DecoderLayer(config, first=i == 0) for i in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([self.new_layer(first=i == 0) for i in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -265,6 +289,15 @@ class Drafter(nn.Module):
         for parameter in self.parameters():
             nn.init.constant_(parameter, float("nan"))
         self.embed_tokens.requires_grad_(False)  # copied from the target and frozen, as every EAGLE-3 trainer does
+
+    def new_layer(self, first: bool) -> nn.Module:
+        """A layer for this config; a subclass returns any other :class:`~eagle3_lib.drafter.seam.Layer`."""
+        return DecoderLayer(self.config, first)
+
+    def compile_parts(self) -> None:
+        """Let torch.compile fuse what is worth it in training."""
+        for layer in self.layers:
+            layer.mlp.compile()
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
         """Fix the draft vocabulary to ``target_ids`` (ascending, one for each draft id)."""
@@ -295,26 +328,51 @@ class Drafter(nn.Module):
         Args:
             tensors: what to take instead, by name; everything else is fresh (see :meth:`initialise`).
         """
-        new = Drafter(config)
+        new = type(self)(config)
         new.initialise(seed)
         ours, theirs = self.state_dict() | (tensors or {}), new.state_dict()
         kept = {name: ours[name] for name in theirs if name in ours and ours[name].shape == theirs[name].shape}
         new.load_state_dict(kept, strict=False)
-        return new.eval()
+        new.eval()
+        return new
 
     def share_embedding(self, weight: Tensor) -> None:
         """Use the target's embedding [vocab, H] unless the checkpoint brought its own."""
         if not self.config.own_embedding:
             self.embed_tokens.weight = nn.Parameter(weight.to(self.fc.weight.dtype), requires_grad=False)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and of the hidden states that :meth:`fuse` gives."""
+        return self.fc.weight.dtype
+
     def fuse(self, features: Tensor) -> Tensor:
         """Features [..., boundaries x Ht], in the order of ``config.boundaries`` -> hidden state [..., H]."""
+        features = features.to(self.dtype)
         if self.config.fc_norm:
             parts = features.unflatten(-1, (len(self.config.boundaries), -1)).unbind(-2)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         return self.fc(features)
+
+    def embed(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """token_ids [...] -> embeds [..., H], in the type of ``hidden``."""
+        return self.embed_tokens(token_ids).to(hidden.dtype)
+
+    def rope(self, hidden: Tensor, positions: Tensor) -> Rotation:
+        """positions [B, S] -> cos and sin [B, S, d], in the type and on the device of ``hidden``."""
+        cos, sin = self.rotary(hidden, positions)
+        return cos, sin
+
+    def finish(self, hidden: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """The residual stream [..., H] after the last layer -> what lm_head takes, and the next step's hidden [..., H]."""
+        normed = self.norm(hidden)
+        return normed, normed if self.config.norm_output else hidden
+
+    def propose(self, output: Tensor) -> Tensor:
+        """What lm_head takes [..., H] -> the likeliest token's target id [...]."""
+        return self.target_ids[self.lm_head(output).argmax(-1)]
 
     def unroll(self, features: Tensor, token_ids: Tensor, steps: int) -> Iterator[Tensor]:
         """Logits of :meth:`hidden_states`: for k = 0..K-1, [B, T-1, draft vocab]; row t predicts x[t+2+k]."""
@@ -323,27 +381,5 @@ class Drafter(nn.Module):
     def hidden_states(
         self, features: Tensor, token_ids: Tensor, steps: int, documents: Documents | None = None
     ) -> Iterator[Tensor]:
-        """Run ``steps`` drafting steps at every slot at once; the tokens embedded are the text's own.
-
-        Args:
-            features: [B, T, boundaries x Ht] of the target for ``token_ids``; padded on the right.
-            token_ids: [B, T]; tokens past the text's end may be anything, and so are the logits that embed them.
-            steps: K.
-            documents: with B = 1, the texts that lie end to end in the row's T-1 slots (the last token is padding).
-        Yields:
-            for k = 0..K-1: what lm_head takes, [B, T-1, H]; row t predicts x[t+2+k].
-        """
-        slots = token_ids.shape[1] - 1
-        hidden = self.fuse(features[:, :slots].to(self.fc.weight.dtype))
-        padded = nn.functional.pad(token_ids, (0, steps))
-        positions = torch.arange(slots, device=token_ids.device)[None] if documents is None else documents.positions()
-        caches: list[Cache] = [[] for _ in self.layers]
-        for step in range(steps):
-            embeds = self.embed_tokens(padded[:, 1 + step : 1 + step + slots]).to(hidden.dtype)
-            rope = self.rotary(hidden, positions + step)
-            for layer, cache in zip(self.layers, caches, strict=True):
-                hidden = layer(embeds, hidden, rope, cache, documents)
-            normed = self.norm(hidden)
-            yield normed
-            if self.config.norm_output:
-                hidden = normed
+        """:func:`eagle3_lib.drafter.seam.hidden_states` of this drafter: what lm_head takes, [B, T-1, H] for each step."""
+        return seam.hidden_states(self, features, token_ids, steps, documents)

@@ -52,14 +52,14 @@ def maps(target_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 def coverage(counts: Tensor, target_ids: Tensor) -> float:
     """Share of the counted tokens that a vocabulary holds."""
-    return (counts[target_ids].sum() / counts.sum().clamp(min=1)).item()
+    return float(counts[target_ids].sum() / counts.sum().clamp(min=1))
 
 
-def coverage_by_size(counts: Tensor, sizes: Iterable[int] = SIZES) -> list[dict]:
+def coverage_by_size(counts: Tensor, sizes: Iterable[int] = SIZES) -> list[dict[str, int | float]]:
     """[{"size", "coverage"}] of the most frequent tokens, up to the target's whole vocabulary."""
     sizes = [size for size in sizes if size < len(counts)] + [len(counts)]
     running = counts.sort(descending=True).values.cumsum(0)
-    return [{"size": size, "coverage": (running[size - 1] / running[-1].clamp(min=1)).item()} for size in sizes]
+    return [{"size": size, "coverage": float(running[size - 1] / running[-1].clamp(min=1))} for size in sizes]
 
 
 def settle(

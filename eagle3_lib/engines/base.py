@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import httpx
 import openai
@@ -27,8 +27,9 @@ from ..errors import Eagle3Error
 from ..params import GREEDY, SamplingSettings
 from ..paths import project_path, short_path
 from ..process import end_group
+from ..results import Totals
 from . import clean_room
-from .definitions import NOTHING_TOLD, Definitions, Totals
+from .definitions import NOTHING_TOLD, Definitions
 
 LOG_LINES_SHOWN = 25
 ERROR_LINE = re.compile(r"(?:^|\])\s*[\w.]+(?:Error|Exception): ")
@@ -96,14 +97,6 @@ class Speculation:
 
 
 PLAIN = Speculation()
-
-
-class Counters(TypedDict):
-    """An engine's own speculation counters since its start; accepted: by position."""
-
-    rounds: int
-    drafted: int
-    accepted: list[int]
 
 
 @dataclass

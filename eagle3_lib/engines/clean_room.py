@@ -8,7 +8,7 @@ listed, never ended.
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypedDict
 
 import psutil
@@ -150,7 +150,7 @@ def _name(pid: int) -> str:
         return "of another user or container"
 
 
-def told(record: Record) -> list[str]:
+def told(record: Mapping[str, Any]) -> list[str]:
     """What a report says of a record: nothing without a GPU, and one line for each thing to know."""
     if not record:
         return []

@@ -7,15 +7,10 @@ versions, and where that was read, stands in its ``spec.py``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any
 
-
-class Totals(TypedDict):
-    """One answer's own totals; "drafted" is left out where the answer does not tell it."""
-
-    rounds: int
-    accepted: int
-    drafted: NotRequired[int]
+if TYPE_CHECKING:
+    from ..results import Totals
 
 
 @dataclass(frozen=True)
@@ -37,8 +32,8 @@ class Definitions:
     bonus_in_rate: bool = False
     prefill_in_length: bool = False
 
-    def totals_in(self, metrics: Mapping[str, Any]) -> Totals | None:
-        """One answer's own totals; None where it tells none.
+    def totals_in(self, metrics: Mapping[str, Any]) -> "Totals | None":
+        """One answer's own totals, without "drafted" where it does not tell it; None where it tells none.
 
         Args:
             metrics: of one answer: vLLM's metrics.speculative_decoding, SGLang's meta_info.

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ..params import SamplingSettings, Serving
-from .base import Completion, Counters, Server, Speculation
+from ..results import Counters
+from .base import Completion, Server, Speculation
 
 
 class EngineServer(Protocol):

@@ -5,7 +5,8 @@ from pathlib import Path
 import httpx
 
 from ..params import GREEDY, SamplingSettings, Serving
-from .base import Completion, Counters, Server, Speculation
+from ..results import Counters
+from .base import Completion, Server, Speculation
 from .registry import ENGINES
 
 

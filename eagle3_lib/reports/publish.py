@@ -1,16 +1,13 @@
 """Publish: the executed notebooks of a run as self-contained HTML pages in reports/NAME/, with their data and figures.
 
-python -m eagle3_lib.reports.publish quickstart
+eagle3 publish quickstart
 """
 
-import argparse
 import contextlib
 import itertools
 import json
-import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import nbformat
@@ -213,21 +210,3 @@ def _copy_data(source: Path, folder: Path) -> None:
             place = folder / path.relative_to(source)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, place)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m eagle3_lib.reports.publish", description="Pages of an executed run."
-    )
-    parser.add_argument("run", help="the run's name, as in runs/NAME")
-    parser.add_argument("--to", default="reports", help="folder of the pages (default: reports)")
-    parser.add_argument("--allow", action="append", default=[], help="a text found as a leak that is none")
-    given = parser.parse_args()
-    try:
-        print(os.path.relpath(run(given.run, given.to, tuple(given.allow))))
-    except Eagle3Error as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()

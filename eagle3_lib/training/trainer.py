@@ -216,8 +216,7 @@ class Trainer:
         self.target_ids = self.drafter.target_ids.clone()
         self.drafter.to(accelerator.device)
         if params.compile:
-            for layer in self.drafter.layers:
-                layer.mlp.compile()
+            self.drafter.compile_parts()
         self.model = self._distributed(TrainingTimeTest(self.drafter, target_head.to(accelerator.device), params))
         self.weights = {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
         self.average = {name: p.detach().clone() for name, p in self.weights.items()} if params.ema else None

@@ -6,11 +6,13 @@ default boundaries that are the configured ones).
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..drafter.model import Drafter, Rope, softmax_scale
@@ -34,12 +36,12 @@ class TargetParts:
     embedding: Tensor
     head: Tensor
     final_norm: nn.Module
-    rope_parameters: dict | None = None
+    rope_parameters: dict[str, Any] | None = None
     ranks: int = 1
     divided_mlps: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, target, ranks: int = 1) -> "TargetParts":
+    def of(cls, target: PreTrainedModel, ranks: int = 1) -> "TargetParts":
         config, layers = target.config.get_text_config(), target.base_model.layers
         return cls(
             config.num_hidden_layers,
@@ -52,7 +54,7 @@ class TargetParts:
         )
 
 
-def _rope_parameters(config) -> dict | None:
+def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any] | None:
     """Of a transformers config."""
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
@@ -61,7 +63,7 @@ def _rope_parameters(config) -> dict | None:
     return {**rope, "rope_type": kind} if kind == "default" or kind in ROPE_INIT_FUNCTIONS else None
 
 
-def _adds_a_dense_mlp(layer: nn.Module, config) -> bool:
+def _adds_a_dense_mlp(layer: nn.Module, config: PreTrainedConfig) -> bool:
     """Whether what ``layer`` adds last is its MLP's down_proj: no experts, and nothing done to it on the way."""
     changed = hasattr(layer, "post_feedforward_layernorm") or getattr(config, "residual_multiplier", 1.0) != 1.0
     return isinstance(getattr(getattr(layer, "mlp", None), "down_proj", None), nn.Linear) and not changed
@@ -73,9 +75,9 @@ Change = Callable[[Setup, TargetParts], Setup | None]
 # ---------------------------------------------------------------------------------------------- changes of the drafter
 
 
-def variant(drafter: Drafter, weights: dict[str, Tensor] | None = None, /, **config) -> Drafter:
+def variant(drafter: Drafter, weights: dict[str, Tensor] | None = None, /, **config: Any) -> Drafter:
     """A drafter that shares all tensors with ``drafter`` but the ones given, under a changed config."""
-    new = _shallow(drafter)
+    new: Drafter = _shallow(drafter)
     new.config = drafter.config.with_(**config)
     if "rope_parameters" in config:
         new.rotary = Rope(new.config.llama()).to(drafter.fc.weight.device)
@@ -97,7 +99,8 @@ def variant(drafter: Drafter, weights: dict[str, Tensor] | None = None, /, **con
             owner = _shallow(new.get_submodule(path))
             setattr(new, path, owner)
         setattr(owner, last, nn.Parameter(tensor, requires_grad=False) if last == "weight" else tensor)
-    return new.eval()
+    new.eval()
+    return new
 
 
 def _shallow(module: nn.Module) -> nn.Module:
@@ -112,7 +115,7 @@ def _unit_norm(drafter: Drafter, size: int) -> nn.RMSNorm:
     return nn.RMSNorm(size, eps=drafter.config.rms_norm_eps, device=weight.device, dtype=weight.dtype)
 
 
-def with_drafter(**config) -> Change:
+def with_drafter(**config: Any) -> Change:
     return lambda setup, _: replace(setup, drafter=variant(setup.drafter, **config))
 
 
@@ -134,7 +137,7 @@ def flipped(flag: str) -> Change:
 def only_where(flag: str, value: bool, changed: bool) -> Change:
     """A flag with a tensor: ignored where the drafter has it (``value`` True), or on with unit weights where not."""
 
-    def change(setup: Setup, _) -> Setup | None:
+    def change(setup: Setup, _: TargetParts) -> Setup | None:
         if getattr(setup.drafter.config, flag) != value:
             return None
         return replace(setup, drafter=variant(setup.drafter, **{flag: changed}))
@@ -142,7 +145,7 @@ def only_where(flag: str, value: bool, changed: bool) -> Change:
     return change
 
 
-def rope(make: Callable[[dict, TargetParts], dict | None]) -> Change:
+def rope(make: Callable[[dict[str, Any], TargetParts], dict[str, Any] | None]) -> Change:
     def change(setup: Setup, parts: TargetParts) -> Setup | None:
         now = setup.drafter.config.rope_parameters
         new = make(dict(now), parts)
@@ -153,7 +156,7 @@ def rope(make: Callable[[dict, TargetParts], dict | None]) -> Change:
     return change
 
 
-def _plain_rope(now: dict, _) -> dict | None:
+def _plain_rope(now: dict[str, Any], _: TargetParts) -> dict[str, Any] | None:
     return (
         None
         if now.get("rope_type", "default") == "default"
@@ -213,7 +216,7 @@ def before_the_sum(setup: Setup, parts: TargetParts) -> Setup | None:
 
 
 def dropped(place: int) -> Change:
-    def change(setup: Setup, _) -> Setup | None:
+    def change(setup: Setup, _: TargetParts) -> Setup | None:
         if not -len(setup.sources) <= place < len(setup.sources):
             return None
         sources = list(setup.sources)
@@ -237,7 +240,7 @@ def last_hidden_only(setup: Setup, parts: TargetParts) -> Setup | None:
     return replace(setup, sources=((NORMED, parts.layers),), final_norm=parts.final_norm, through_fc=False)
 
 
-def changed(**fields) -> Change:
+def changed(**fields: Any) -> Change:
     return lambda setup, _: replace(setup, **fields)
 
 
@@ -251,5 +254,5 @@ def to_bfloat16(values: Tensor) -> Tensor:
     return values.bfloat16().to(values.dtype)
 
 
-def _seeded(shape, like: Tensor) -> Tensor:
+def _seeded(shape: Sequence[int], like: Tensor) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like) * 0.02

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from ..drafter.model import Drafter
+from ..drafter.seam import Head, Layer, hidden_states
 from ..targets.capture import NORMED, RESIDUAL, Stream, Without
 from .rounds import compare as compare  # rounds and replay are used together
 from .rounds import round_slots as round_slots
 from .rounds import walk
 
 
-@torch.no_grad()
-def drafts(drafter: Drafter, fused: Tensor, token_ids: Tensor, steps: int) -> Tensor:
+def drafts(head: Head, fused: Tensor, token_ids: Tensor, steps: int) -> Tensor:
     """[B, T-1, steps] target ids that the drafter proposes at each slot and step, the earlier steps being right."""
-    target_ids = drafter.target_ids
-    return torch.stack([target_ids[logits.argmax(-1)] for logits in drafter.unroll(fused, token_ids, steps)], -1)
+    with torch.no_grad():
+        return torch.stack([head.propose(output) for output in hidden_states(head, fused, token_ids, steps)], -1)
 
 
 def accepted_at(proposed: Tensor, token_ids: list[int]) -> list[int]:
@@ -43,7 +43,8 @@ def accepted_at(proposed: Tensor, token_ids: list[int]) -> list[int]:
     slots, steps = proposed.shape
     text = torch.tensor(token_ids[2:] + [-1] * steps, device=proposed.device)
     emitted = text.unfold(0, steps, 1)[:slots]
-    return (proposed == emitted).int().cumprod(-1).sum(-1).tolist()
+    counts: list[int] = (proposed == emitted).int().cumprod(-1).sum(-1).tolist()
+    return counts
 
 
 # ------------------------------------------------------------------------------------------- replay under a hypothesis
@@ -125,12 +126,14 @@ class Texts:
         inside = offset < self.left[rows]
         return torch.where(inside, self.tokens[torch.where(inside, self.token[rows] + offset, 0)], -1)
 
-    def source(self, source: Stream | None, rows: Tensor, final_norm) -> Tensor:
+    def source(self, source: Stream | None, rows: Tensor, final_norm: Callable[[Tensor], Tensor] | None) -> Tensor:
         """[rows, Ht] what an engine hands over at these rows."""
         if source is None:
             return torch.zeros_like(next(iter(self.streams.values()))[rows])
         kind, k = source
         if kind == NORMED:
+            if final_norm is None:
+                raise ValueError(f"source {source}: found no final_norm, expected the target's")
             return final_norm(self.streams[RESIDUAL, k][rows])
         if isinstance(kind, Without):
             return self.streams[RESIDUAL, k][rows] - self.streams[kind.part, k][rows]
@@ -143,8 +146,10 @@ ROWS = 1024
 # Attention scores held at once, heads x rows x text: 64 MiB in float32, and fewer or more were no faster at 64 heads.
 SCORES = 2**24
 
+States = tuple[Tensor, Tensor]  # keys and values [rows, kv heads, d]
+Kept = tuple[Tensor, int, list[States]]  # indices into the rows asked for, a later step, its states by layer
 
-@torch.no_grad()
+
 def counts_at(
     setup: Setup | From, texts: Texts, slots: list[list[int]], steps: int, rounds: list[list[int]] | None = None
 ) -> list[list[int]]:
@@ -157,6 +162,13 @@ def counts_at(
     Returns:
         for each text one count for each of its slots.
     """
+    with torch.no_grad():
+        return _counts_at(setup, texts, slots, steps, rounds)
+
+
+def _counts_at(
+    setup: Setup | From, texts: Texts, slots: list[list[int]], steps: int, rounds: list[list[int]] | None
+) -> list[list[int]]:
     places = [texts.starts[i] + slot for i, some in enumerate(slots) for slot in some]
     rows = torch.tensor(places, dtype=torch.int64, device=texts.slot.device)
     if isinstance(setup, From):
@@ -213,11 +225,12 @@ class _Run:
     """
 
     def __init__(self, setup: Setup, texts: Texts, steps: int, earlier: _Earlier | None = None):
-        self.setup, self.texts, self.steps, self.drafter = setup, texts, steps, setup.drafter
-        self.layers = list(setup.drafter.layers)
+        self.setup, self.texts, self.steps = setup, texts, steps
+        self.head: Head = setup.drafter
+        self.layers: list[Layer] = list(self.head.layers)
         self.rows = torch.arange(len(texts.slot), device=texts.slot.device)
         self.chunks = self.rows.split(ROWS)
-        self.cache: list[tuple[Tensor, ...]] = []
+        self.cache: list[States] = []
         self.entering: list[Tensor] = []
         (self.hidden,) = self._joined((self._fused(rows),) for rows in self.chunks)
         for index, layer in enumerate(self.layers):
@@ -248,91 +261,87 @@ class _Run:
         parts = [self.texts.source(source, rows, setup.final_norm) for source in setup.sources]
         if setup.rounding:
             parts = [setup.rounding(part) for part in parts]
-        features = torch.cat(parts, -1).to(self.drafter.fc.weight.dtype)
-        return self.drafter.fuse(features) if setup.through_fc else features
+        features = torch.cat(parts, -1)
+        return self.head.fuse(features) if setup.through_fc else features.to(self.head.dtype)
 
-    def _embedded(self, rows: Tensor, offset: int) -> Tensor:
-        return self.drafter.embed_tokens(self.texts.ahead(rows, offset).clamp_min(0))
+    def _enter(self, layer: Layer, rows: Tensor, hidden: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        """What ``hidden`` [rows, H] is to the layer beside the embeds of x[slot + offset]: its inputs and its residual."""
+        embeds = self.head.embed(self.texts.ahead(rows, offset).clamp_min(0), hidden)
+        return layer.enter(embeds[None], hidden[None])
 
-    def _enter(self, layer, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """At step 0, of the layer that ``hidden`` enters."""
-        embeds = self._embedded(rows, self.setup.first_token) if layer.first else None
-        return _enter(layer, embeds, self.hidden[rows])
+    def _enter_first(self, layer: Layer, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """At step 0, of the layer that ``self.hidden`` enters."""
+        return self._enter(layer, rows, self.hidden[rows], self.setup.first_token)
 
-    def _states(self, layer, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _states(self, layer: Layer, rows: Tensor) -> States:
         """Keys and values of step 0, as an engine holds them when it drafts."""
-        keys, values = self._projected(layer, self._enter(layer, rows)[0], self.texts.slot[rows])
+        inputs, _ = self._enter_first(layer, rows)
+        keys, values = _by_row(layer.states(inputs, self.head.rope(inputs, self.texts.slot[rows][None])))
         if not self.setup.prompt_cached:
             in_prompt = self.texts.prompt[rows, None, None]
             keys, values = keys.masked_fill(in_prompt, 0), values.masked_fill(in_prompt, 0)
         return keys, values
 
-    def _query(self, layer, inputs: Tensor, positions: Tensor) -> Tensor:
-        """[rows, heads, d], scaled, at rope positions [rows]."""
-        rope = self.drafter.rotary(inputs, positions[None])
-        return layer.self_attn.query(inputs[None], rope)[0].transpose(0, 1) * layer.self_attn.scale
-
-    def _projected(self, layer, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [rows, kv heads, d] at rope positions [rows]."""
-        rope = self.drafter.rotary(inputs, positions[None])
-        keys, values = layer.self_attn.states(inputs[None], rope)
-        return keys[0].transpose(0, 1), values[0].transpose(0, 1)
-
-    def counts(self, rows: Tensor, keep: list | None = None) -> Tensor:
-        """Accepted counts [rows]. ``keep`` collects (index into rows, step, keys and values by layer) of later steps."""
+    def counts(self, rows: Tensor, keep: list[Kept] | None = None) -> Tensor:
+        """Accepted counts [rows]. ``keep`` collects the states of later steps."""
         counts = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
         for some in torch.arange(len(rows), device=rows.device).split(ROWS):
             self._count(rows, some, counts, keep)
         return counts
 
-    def _count(self, rows: Tensor, alive: Tensor, counts: Tensor, keep: list | None) -> None:
+    def _count(self, rows: Tensor, alive: Tensor, counts: Tensor, keep: list[Kept] | None) -> None:
         """Fill ``counts`` [rows] at the indices ``alive``."""
         hidden: Tensor | None = None
-        own: list[list] = [[] for _ in self.layers]  # for each layer: keys and values of steps 1, 2, ...
+        own: list[list[States]] = [[] for _ in self.layers]  # for each layer: keys and values of steps 1, 2, ...
         for step in range(self.steps):
             at = rows[alive]
             hidden = self._step(step, at, hidden, own)
             if step and keep is not None:
                 keep.append((alive, step, [some[-1] for some in own]))
-            output = self.drafter.norm(hidden)
-            proposed = self.drafter.target_ids[self.drafter.lm_head(output).argmax(-1)]
-            right = proposed == self.texts.ahead(at, 2 + step)
+            output, following = self.head.finish(hidden, step)
+            right = self.head.propose(output) == self.texts.ahead(at, 2 + step)
             alive = alive[right]
             if not len(alive):
                 break
             counts[alive] += 1
-            hidden = (output if self.drafter.config.norm_output else hidden)[right]
+            hidden = following[right]
             own = [[(keys[right], values[right]) for keys, values in some] for some in own]
 
-    def _step(self, step: int, rows: Tensor, hidden: Tensor | None, own: list[list]) -> Tensor:
-        """One drafting step of the rounds at ``rows``: their residual stream [rows, H] after the last layer."""
-        if step == 0:
-            return self._layer(len(self.layers) - 1, rows)  # the layers before it ran for every row already
-        embeds = self._embedded(rows, 1 + step)
+    def _step(self, step: int, rows: Tensor, hidden: Tensor | None, own: list[list[States]]) -> Tensor:
+        """One drafting step of the rounds at ``rows``: their residual stream [rows, H] after the last layer.
+
+        hidden: [rows, H] of the step before; None at step 0, whose layers but the last ran for every row already.
+        """
+        if hidden is None:
+            return self._layer(len(self.layers) - 1, rows) if self.layers else self.hidden[rows]
         positions = self.texts.slot[rows] + step * self.setup.advance
         for index, layer in enumerate(self.layers):
-            inputs, residual = _enter(layer, embeds, hidden)
-            own[index].append(self._projected(layer, inputs, positions))
-            query = self._query(layer, inputs, positions)
-            hidden = _leave(layer, residual, self._attend(query, rows, index, own[index]))
+            inputs, residual = self._enter(layer, rows, hidden, 1 + step)
+            rope = self.head.rope(inputs, positions[None])
+            own[index].append(_by_row(layer.states(inputs, rope)))
+            mixed = self._attend(layer.query(inputs, rope), rows, index, own[index])
+            hidden = layer.leave(residual, mixed)[0]
         return hidden
 
     def _layer(self, index: int, rows: Tensor) -> Tensor:
-        """Step 0 of the layer that ``hidden`` enters: the residual stream [rows, H] after it."""
+        """Step 0 of the layer that ``self.hidden`` enters: the residual stream [rows, H] after it."""
         layer = self.layers[index]
-        inputs, residual = self._enter(layer, rows)
-        query = self._query(layer, inputs, self.texts.slot[rows])
-        return _leave(layer, residual, self._attend(query, rows, index, []))
+        inputs, residual = self._enter_first(layer, rows)
+        query = layer.query(inputs, self.head.rope(inputs, self.texts.slot[rows][None]))
+        return layer.leave(residual, self._attend(query, rows, index, []))[0]
 
-    def _attend(self, query: Tensor, rows: Tensor, index: int, own: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _attend(self, query: Tensor, rows: Tensor, index: int, own: list[States]) -> Tensor:
         """Attention of each row over step 0 of its text's slots up to its own, and over its own later steps.
 
-        ``rows`` must rise within each text, and texts too. Returns [rows, heads x d].
+        query: [1, heads, rows, d]. ``rows`` must rise within each text, and texts too. Returns [1, heads, rows, d of values].
         """
         keys, values = self.cache[index]
-        heads = query.shape[1]
+        heads, wide = query.shape[1], values.shape[-1]
+        if not wide:
+            return query[..., :0]  # a layer without attention
+        query = query[0].transpose(0, 1) * self.layers[index].scale
         query = query.unflatten(1, (keys.shape[1], -1))
-        mixed = query.new_empty(*query.shape[:3], values.shape[-1])
+        mixed = query.new_empty(*query.shape[:3], wide)
         places = rows.tolist()
         bounds = [bisect.bisect_left(places, start) for start in self.texts.starts]
         for start, first, last in zip(self.texts.starts, bounds, bounds[1:], strict=False):
@@ -343,10 +352,16 @@ class _Run:
                 later = [(some_keys[part], some_values[part]) for some_keys, some_values in own]
                 mixed[part] = _mixed(query[part], rows[part] - start, keys[seen], values[seen], later)
                 first = part.stop
-        return mixed.flatten(1)
+        return mixed.flatten(1, 2).transpose(0, 1)[None]
 
 
-def _mixed(query: Tensor, slots: Tensor, keys: Tensor, values: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _by_row(states: States) -> States:
+    """Keys and values [1, kv heads, rows, d] -> [rows, kv heads, d]."""
+    keys, values = states
+    return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+
+
+def _mixed(query: Tensor, slots: Tensor, keys: Tensor, values: Tensor, own: list[States]) -> Tensor:
     """Attention of some rows of one text; one tensor [kv heads, rows x group, text] is all that grows with the text.
 
     Args:
@@ -374,20 +389,6 @@ def _mixed(query: Tensor, slots: Tensor, keys: Tensor, values: Tensor, own: list
     return (mixed / total).to(query.dtype).unflatten(1, (rows, group)).transpose(0, 1)
 
 
-def _enter(layer, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """What a decoder layer's attention takes, and the residual that its output is added to."""
-    if not layer.first:
-        return layer.input_layernorm(hidden), hidden
-    normed = layer.hidden_norm(hidden)
-    inputs = torch.cat([layer.input_layernorm(embeds), normed], -1)
-    return inputs, normed if layer.norm_before_residual else hidden
-
-
-def _leave(layer, residual: Tensor, mixed: Tensor) -> Tensor:
-    hidden = residual + layer.self_attn.o_proj(mixed)
-    return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-
-
 def _stale_counts(run: _Run, rows: Tensor, slots: list[list[int]], rounds: list[list[int]] | None) -> Tensor:
     """Counts with the drafter's own states left in the cache, at slots s+1 .. s+a of a round at s with a accepted.
 
@@ -400,7 +401,7 @@ def _stale_counts(run: _Run, rows: Tensor, slots: list[list[int]], rounds: list[
     places = list(firsts[:-1])
     while open_ := [text for text, place in enumerate(places) if place < firsts[text + 1]]:
         now = torch.tensor([places[text] for text in open_], device=rows.device)
-        keep: list = []
+        keep: list[Kept] = []
         counts[now] = run.counts(rows[now], keep)
         accepted = [
             rounds[text][places[text] - firsts[text]] if rounds else int(counts[places[text]]) for text in open_
@@ -411,7 +412,7 @@ def _stale_counts(run: _Run, rows: Tensor, slots: list[list[int]], rounds: list[
     return counts
 
 
-def _leave_stale(run: _Run, rows: Tensor, accepted: Tensor, keep: list) -> None:
+def _leave_stale(run: _Run, rows: Tensor, accepted: Tensor, keep: list[Kept]) -> None:
     for index, step, states in keep:
         inside = step <= accepted[index]
         for (keys, values), (own_keys, own_values) in zip(run.cache, states, strict=True):

@@ -75,9 +75,9 @@ def test_replay_of_the_last_three_with_the_last_one_normed(recorded, target):
     assert own_curve(setup, recorded)["curve"]["value"] == pytest.approx([0.047, 0.008, 0.003, 0.000], abs=6e-4)
 
 
-@pytest.mark.parametrize("changes", [{"norm_output": True}, {"norm_before_residual": True}, {"fc_norm": True}])
-def test_sparse_replay_equals_the_dense_one(recorded, changes):
-    drafter = changes.variant(recorded.drafter, **changes)
+@pytest.mark.parametrize("config", [{"norm_output": True}, {"norm_before_residual": True}, {"fc_norm": True}])
+def test_sparse_replay_equals_the_dense_one(recorded, config):
+    drafter = changes.variant(recorded.drafter, **config)
     slots = [some if index < 2 else [] for index, some in enumerate(replay.all_slots(recorded.texts))]
     sparse = replay.counts_at(replay.correct(drafter), recorded.texts, slots, recorded.steps)
     assert sparse[:2] == dense(drafter, recorded, 2)

@@ -17,11 +17,11 @@ import httpx
 
 from ...errors import Eagle3Error
 from ...params import GREEDY, SamplingSettings, Serving
+from ...results import Counters
 from .. import versions
 from ..base import (
     PLAIN,
     Completion,
-    Counters,
     Server,
     Speculation,
     failure,

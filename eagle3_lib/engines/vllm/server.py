@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ...errors import Eagle3Error
 from ...params import NEUTRAL_SAMPLING, Serving
+from ...results import Counters
 from .. import versions
 from ..base import (
     PLAIN,
-    Counters,
     Server,
     Speculation,
     complete,
