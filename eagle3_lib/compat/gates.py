@@ -10,11 +10,11 @@ import zipfile
 from functools import cache
 from pathlib import Path
 
+from ..engines.registry import ENGINES
 from ..errors import Eagle3Error
 from .findings import Finding
 
-INTERFACE = {"vllm": "SupportsEagle3", "sglang": "set_eagle3_layers_to_capture"}
-MODELS = {"vllm": "model_executor/models", "sglang": "srt/models"}
+VLLM, SGLANG = ENGINES["vllm"].spec, ENGINES["sglang"].spec
 TREE_PROBE = """
 import importlib.util, sys
 spec = importlib.util.find_spec(sys.argv[1])
@@ -33,7 +33,7 @@ def source_tree(engine: str, python: str = "") -> Path | None:
         return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
     done = subprocess.run([python, "-c", TREE_PROBE, engine], capture_output=True, text=True)
     told = done.stdout.strip()
-    return Path(told) if told and (Path(told) / MODELS[engine]).is_dir() else None
+    return Path(told) if told and (Path(told) / ENGINES[engine].spec.models_folder).is_dir() else None
 
 
 def unpack(wheel: Path, folder: Path) -> Path:
@@ -45,8 +45,8 @@ def unpack(wheel: Path, folder: Path) -> Path:
         Eagle3Error: the wheel is of another package, or damaged.
     """
     engine = wheel.name.split("-")[0].split("_")[0]
-    if engine not in MODELS:
-        raise Eagle3Error(f"{wheel.name}: expected a wheel of {' or '.join(MODELS)}")
+    if engine not in GATES:
+        raise Eagle3Error(f"{wheel.name}: expected a wheel of {' or '.join(GATES)}")
     try:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder, [name for name in archive.namelist() if name.endswith(".py")])
@@ -67,23 +67,23 @@ def check(tree: Path, target_config: dict, label: str, latent_drafter: bool = Fa
         Eagle3Error: the folder is no engine's package.
     """
     engine = tree.name
-    if engine not in MODELS or not (tree / MODELS[engine]).is_dir():
-        raise Eagle3Error(f"{tree.name}: expected the package folder of {' or '.join(MODELS)}")
+    if engine not in GATES or not (tree / ENGINES[engine].spec.models_folder).is_dir():
+        raise Eagle3Error(f"{tree.name}: expected the package folder of {' or '.join(GATES)}")
     architecture = (target_config.get("architectures") or [""])[0]
-    if engine == "sglang":
-        found = _sglang_interface(tree, architecture, label)
-    else:
-        found = [
-            *_vllm_whitelist(tree, target_config, label),
-            *_vllm_interface(tree, architecture, target_config, label),
-            *_vllm_image_token(tree, architecture, target_config, label),
-        ]
-        if latent_drafter:
-            found += _vllm_drafter_class(tree, label)
+    found = GATES[engine](tree, architecture, target_config, label, latent_drafter)
     return found or [Finding("ok", "gates", f"{architecture} runs with EAGLE-3", label, "none needed")]
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
+
+
+def _of_vllm(tree: Path, architecture: str, target_config: dict, label: str, latent_drafter: bool) -> list[Finding]:
+    return [
+        *_vllm_whitelist(tree, target_config, label),
+        *_vllm_interface(tree, architecture, target_config, label),
+        *_vllm_image_token(tree, architecture, target_config, label),
+        *(_vllm_drafter_class(tree, label) if latent_drafter else []),
+    ]
 
 
 def _vllm_whitelist(tree: Path, target_config: dict, label: str) -> list[Finding]:
@@ -103,17 +103,19 @@ def _vllm_interface(tree: Path, architecture: str, target_config: dict, label: s
     registry = _vllm_registry(tree)
     if architecture not in registry:
         what = f"{architecture} is not in the model registry"
-        return [Finding("fails", "gate_architecture", what, f"{label}: {MODELS['vllm']}/registry.py", "a later vLLM")]
+        return [
+            Finding("fails", "gate_architecture", what, f"{label}: {VLLM.models_folder}/registry.py", "a later vLLM")
+        ]
     text = ((target_config.get("text_config") or {}).get("architectures") or [""])[0]
     missing = []
     for name in dict.fromkeys((architecture, text)):
-        if name in registry and not _inherits(tree / MODELS["vllm"], *registry[name], INTERFACE["vllm"]):
+        if name in registry and not _inherits(tree / VLLM.models_folder, *registry[name], VLLM.eagle3_interface):
             module, cls = registry[name]
             missing.append(f"{cls} ({module}.py)")
     if not missing:
         return []
     what = f"{' and '.join(missing)} without the interface SupportsEagle3, so no boundaries are captured"
-    source = f"{label}: {MODELS['vllm']}/{registry[architecture][0]}.py"
+    source = f"{label}: {VLLM.models_folder}/{registry[architecture][0]}.py"
     return [Finding("fails", "gate_interface", what, source, "a later vLLM")]
 
 
@@ -158,7 +160,7 @@ def _vllm_drafter_class(tree: Path, label: str) -> list[Finding]:
 def _vllm_registry(tree: Path, only: str = "") -> dict[str, tuple[str, str]]:
     """Architecture -> (module, class) of the registry's tables (those named ``_..._MODELS``)."""
     found: dict[str, tuple[str, str]] = {}
-    for node in _parsed(tree / MODELS["vllm"] / "registry.py").body:
+    for node in _parsed(tree / VLLM.models_folder / "registry.py").body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Dict):
             continue
         name = _names(node.targets if isinstance(node, ast.Assign) else [node.target])[0]
@@ -175,16 +177,16 @@ def _vllm_registry(tree: Path, only: str = "") -> dict[str, tuple[str, str]]:
 # --- SGLang -----------------------------------------------------------------------------------------------------------
 
 
-def _sglang_interface(tree: Path, architecture: str, label: str) -> list[Finding]:
-    folder = tree / MODELS["sglang"]
+def _of_sglang(tree: Path, architecture: str, target_config: dict, label: str, latent_drafter: bool) -> list[Finding]:
+    folder = tree / SGLANG.models_folder
     for path in sorted(folder.glob("*.py")):
         if architecture in path.read_text() and architecture in _entry_classes(path):
-            if _inherits(folder, path.stem, architecture, INTERFACE["sglang"]):
+            if _inherits(folder, path.stem, architecture, SGLANG.eagle3_interface):
                 return []
-            what = f"{architecture} has no {INTERFACE['sglang']}, so no boundaries are captured"
+            what = f"{architecture} has no {SGLANG.eagle3_interface}, so no boundaries are captured"
             return [Finding("fails", "gate_interface", what, f"{label}: srt/models/{path.name}", "a later SGLang")]
     what = f"{architecture} has no model file"
-    return [Finding("fails", "gate_architecture", what, f"{label}: {MODELS['sglang']}", "a later SGLang")]
+    return [Finding("fails", "gate_architecture", what, f"{label}: {SGLANG.models_folder}", "a later SGLang")]
 
 
 def _entry_classes(path: Path) -> list[str]:
@@ -192,6 +194,10 @@ def _entry_classes(path: Path) -> list[str]:
         if isinstance(node, ast.Assign) and _names(node.targets) == ["EntryClass"]:
             return [name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)]
     return []
+
+
+# How the source of an engine is read for gates: each reads files of that one engine.
+GATES = {VLLM.name: _of_vllm, SGLANG.name: _of_sglang}
 
 
 # --- source trees -----------------------------------------------------------------------------------------------------

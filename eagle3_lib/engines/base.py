@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -26,7 +27,9 @@ from ..errors import Eagle3Error
 from ..params import GREEDY, SamplingSettings
 from ..paths import project_path, short_path
 from ..process import end_group
-from . import clean_room, definitions
+from ..results import Totals
+from . import clean_room
+from .definitions import NOTHING_TOLD, Definitions
 
 LOG_LINES_SHOWN = 25
 ERROR_LINE = re.compile(r"(?:^|\])\s*[\w.]+(?:Error|Exception): ")
@@ -40,7 +43,8 @@ class Server:
     count of every round. Otherwise rounds are read off the streamed chunks, which holds for one request at a time. stall_s:
     a request that gets no token for so long has met a hang. log, group: of a server that :func:`launch` started. room: what
     held the GPUs before and after it (:mod:`eagle3_lib.engines.clean_room`), known when it has ended; empty without a GPU. left_out:
-    options that this version does not know (:mod:`eagle3_lib.engines.options`).
+    options that this version does not know (:mod:`eagle3_lib.engines.versions`). definitions: what this version tells of
+    speculation.
     """
 
     url: str
@@ -52,8 +56,9 @@ class Server:
     stall_s: float = 300
     log: Path | None = None
     group: int = 0
-    room: dict = field(default_factory=dict)
+    room: clean_room.Record = field(default_factory=clean_room.Record)
     left_out: tuple[str, ...] = ()
+    definitions: Definitions = NOTHING_TOLD
 
     def client(self, timeout_s: float = 0) -> openai.OpenAI:
         """The OpenAI client, which waits ``timeout_s`` (0: ``stall_s``) for the next bytes of an answer."""
@@ -77,7 +82,7 @@ class Speculation:
     mode: str = "plain"
     drafter: str = ""
     tokens: int = 4
-    options: dict = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def folder(self) -> Path:
         """The drafter's folder.
@@ -113,7 +118,7 @@ class Completion:
     drafted: list[int] | None = None
     chunks: list[int] = field(default_factory=list)
     histogram: list[int] | None = None
-    totals: dict | None = None
+    totals: Totals | None = None
 
     def rounds_from_chunks(self) -> list[int]:
         """Accepted counts of the rounds, when no other request was under way: a step emits its accepted drafts and one."""
@@ -127,10 +132,10 @@ class Completion:
             self.seconds = seconds
 
 
-def _take_rounds(server: Server, told: dict, result: Completion) -> None:
+def _take_rounds(server: Server, told: dict[str, Any], result: Completion) -> None:
     """What vLLM tells of one answer's rounds: without a round, and in level "summary", the lists are null or left out."""
-    result.histogram = definitions.histogram(server.engine, server.version, told)
-    result.totals = definitions.request_counts(server.engine, server.version, told)
+    result.histogram = server.definitions.histogram_in(told)
+    result.totals = server.definitions.totals_in(told)
     result.accepted = told.get("per_step_accepted")
     result.drafted = told.get("per_step_drafted")
     if result.accepted is None and result.totals and result.totals["rounds"] == 0:
@@ -185,7 +190,8 @@ def pick_port(port: int) -> int:
             raise Eagle3Error(
                 f"port: found {port} in use ({error.strerror}), expected a free port, or 0 to pick one"
             ) from error
-        return probe.getsockname()[1]
+        free: int = probe.getsockname()[1]
+        return free
 
 
 @contextlib.contextmanager
@@ -215,7 +221,7 @@ def launch(command: list[str], env: dict[str, str], log: Path, server: Server, t
                 process.wait(2)
 
 
-def _wait_ready(process: subprocess.Popen, server: Server, log: Path, deadline: float) -> None:
+def _wait_ready(process: subprocess.Popen[bytes], server: Server, log: Path, deadline: float) -> None:
     print(f"starting {server.engine} {server.version} (log: {short_path(log)})", flush=True)
     told = time.monotonic()
     while True:

@@ -10,9 +10,10 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from itertools import count, islice
 from pathlib import Path
+from typing import Any, TypedDict
 
 import httpx
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 from tqdm import tqdm
 
 from ..errors import Eagle3Error
@@ -29,6 +30,29 @@ REFUSED_AT_LEAST, REFUSED_SHARE = 10, 0.05  # more refusals than both: the run i
 
 class BrokenReply(Exception):
     """A reply that ended before the server said why it ended."""
+
+
+Message = dict[str, Any]  # of a chat, as OpenAI's protocol has it: {"role", "content", "tool_calls", ...}
+Body = dict[str, Any]  # JSON to or from a server
+
+
+class Reply(TypedDict):
+    """One chat completion; ids are None where the server does not give them."""
+
+    message: Message
+    finish_reason: str
+    output_ids: list[int] | None
+    prompt_ids: list[int] | None
+
+
+class Line(TypedDict):
+    """A line of the log: one conversation. answers: fields of Answer; failures: tries by what they ended with; refused: the
+    server's words, or ""."""
+
+    id: str
+    answers: list[dict[str, Any]]
+    failures: dict[str, int]
+    refused: str
 
 
 FAILURES = (httpx.HTTPError, json.JSONDecodeError, BrokenReply)
@@ -60,12 +84,15 @@ def failure_kind(error: BaseException) -> str:
     return "broken reply"
 
 
-def _wait_s(state) -> float:
+def _wait_s(state: RetryCallState) -> float:
     """Exponential with jitter, and never less than the server asks for."""
     error = state.outcome.exception()
     asked = error.response.headers.get("retry-after", "") if isinstance(error, httpx.HTTPStatusError) else ""
     asked_s = float(asked) if asked.replace(".", "", 1).isdigit() else 0.0
-    return max(wait_random_exponential(multiplier=0.5, max=LONGEST_WAIT_S)(state), min(asked_s, LONGEST_WAIT_S))
+    wait_s: float = max(
+        wait_random_exponential(multiplier=0.5, max=LONGEST_WAIT_S)(state), min(asked_s, LONGEST_WAIT_S)
+    )
+    return wait_s
 
 
 def _retrying(tries: int) -> Retrying:
@@ -75,7 +102,7 @@ def _retrying(tries: int) -> Retrying:
 # --- one conversation -------------------------------------------------------------------------------------------------
 
 
-def settings_for(conversation: Conversation, params: GenerateParams) -> dict:
+def settings_for(conversation: Conversation, params: GenerateParams) -> dict[str, Any]:
     """The sampling settings of a conversation: its hash decides which share of the data it belongs to."""
     settings, place = {"temperature": params.temperature}, prompts.share_of(f"{conversation.id} sampling")
     for option in params.sampling:
@@ -92,14 +119,13 @@ def ask(
     params: GenerateParams,
     ids_of: "IdSource",
     first: int = 0,
-) -> dict:
+) -> Line:
     """All turns of one conversation, each given the target's own earlier ones; what every try ended with is counted.
 
     Args:
         first: number of the endpoint to ask first; each further try goes to the next one.
     Returns:
-        a line of the log: {"id", "answers": [...], "failures": {kind: tries}, "refused": the server's words or ""}. A
-        conversation ends early where a turn was cut by its length or called tools.
+        a line of the log. A conversation ends early where a turn was cut by its length or called tools.
     Raises:
         httpx.HTTPError, BrokenReply or json.JSONDecodeError: the last of ``params.tries`` failures.
     """
@@ -142,7 +168,7 @@ def ask(
     return _line(conversation, answers, failures)
 
 
-def _line(conversation: Conversation, answers: list[Answer], failures: Counter, refused: str = "") -> dict:
+def _line(conversation: Conversation, answers: list[Answer], failures: Counter[str], refused: str = "") -> Line:
     rows = [asdict(answer) for answer in answers]
     return {"id": conversation.id, "answers": rows, "failures": dict(failures), "refused": refused}
 
@@ -153,8 +179,16 @@ def _words(error: Exception) -> str:
     return f"{failure_kind(error)}{said or f': {error}'}"
 
 
-def _reply(endpoints, messages, tools, settings, params, failures: Counter, first: int) -> tuple[Endpoint, dict]:
-    body = {"messages": messages, "stream": params.stream, **settings}
+def _reply(
+    endpoints: list[Endpoint],
+    messages: list[Message],
+    tools: list[Body],
+    settings: dict[str, Any],
+    params: GenerateParams,
+    failures: Counter[str],
+    first: int,
+) -> tuple[Endpoint, Reply]:
+    body: Body = {"messages": messages, "stream": params.stream, **settings}
     body |= {"tools": tools} if tools else {}
     for attempt in _retrying(params.tries):
         endpoint = endpoints[(first + attempt.retry_state.attempt_number - 1) % len(endpoints)]
@@ -167,8 +201,7 @@ def _reply(endpoints, messages, tools, settings, params, failures: Counter, firs
     raise AssertionError("the last try has returned or raised")
 
 
-def _chat(endpoint: Endpoint, body: dict) -> dict:
-    """One chat completion: {"message", "finish_reason", "output_ids", "prompt_ids"}; ids are None where not given."""
+def _chat(endpoint: Endpoint, body: Body) -> Reply:
     body = body | {"model": endpoint.model} | ({"return_token_ids": True} if endpoint.gives_ids else {})
     if not body.get("stream"):
         return _whole(_posted(endpoint.client, body))
@@ -179,24 +212,30 @@ def _chat(endpoint: Endpoint, body: dict) -> dict:
         return _joined(reply.iter_lines())
 
 
-def _posted(client: httpx.Client, body: dict) -> dict:
+def _posted(client: httpx.Client, body: Body) -> Body:
     reply = client.post("/chat/completions", json=body)
     reply.raise_for_status()
-    return reply.json()
+    answer: Body = reply.json()
+    return answer
 
 
-def _whole(reply: dict) -> dict:
+def _whole(reply: Body) -> Reply:
     choice = next(iter(reply.get("choices") or []), {})
     if not choice.get("finish_reason"):
         raise BrokenReply("a reply without a choice or its end")
-    ids = {"output_ids": choice.get("token_ids"), "prompt_ids": reply.get("prompt_token_ids")}
-    return {"message": choice["message"], "finish_reason": choice["finish_reason"], **ids}
+    return {
+        "message": choice["message"],
+        "finish_reason": choice["finish_reason"],
+        "output_ids": choice.get("token_ids"),
+        "prompt_ids": reply.get("prompt_token_ids"),
+    }
 
 
-def _joined(lines: Iterable[str]) -> dict:
+def _joined(lines: Iterable[str]) -> Reply:
     """A streamed reply put together."""
-    message: dict = {"tool_calls": []}
-    prompt_ids, output_ids, reason = None, [], None
+    message: Message = {"tool_calls": []}
+    output_ids: list[int] = []
+    prompt_ids, reason = None, None
     for line in lines:
         if not line.startswith("data: {"):
             continue
@@ -217,7 +256,7 @@ def _joined(lines: Iterable[str]) -> dict:
     return {"message": message, "finish_reason": reason, "output_ids": output_ids, "prompt_ids": prompt_ids}
 
 
-def _add_calls(calls: list[dict], pieces: list[dict]) -> None:
+def _add_calls(calls: list[Body], pieces: list[Body]) -> None:
     """Pieces of tool calls: the first of a call has its id and name, the others go on with its arguments."""
     for piece in pieces:
         if piece["index"] == len(calls):
@@ -241,7 +280,12 @@ class IdSource:
             print(f"{target}: no tokenizer.json: what the server says is not checked against its ids")
 
     def __call__(
-        self, answer: Answer, reply: dict, messages: list[dict], tools: list[dict], options: dict | None = None
+        self,
+        answer: Answer,
+        reply: Reply,
+        messages: list[Message],
+        tools: list[Body],
+        options: dict[str, Any] | None = None,
     ) -> Answer:
         said = reasoning.spoken(reply["message"])
         prompt_ids, output_ids = reply["prompt_ids"], reply["output_ids"]
@@ -264,7 +308,14 @@ class IdSource:
             rendered=found.rendered,
         )
 
-    def _from_template(self, answer: Answer, said, messages: list[dict], tools: list[dict], options: dict) -> Answer:
+    def _from_template(
+        self,
+        answer: Answer,
+        said: reasoning.Spoken,
+        messages: list[Message],
+        tools: list[Body],
+        options: dict[str, Any],
+    ) -> Answer:
         if answer.tool_calls:
             raise Eagle3Error(f"{answer.server}: an answer that calls tools came without token ids; expected them")
         with self.loading:
@@ -318,7 +369,8 @@ def endpoint_of(url: str, params: GenerateParams) -> Endpoint:
     def first_model() -> str:
         reply = client.get("/models")
         reply.raise_for_status()
-        return reply.json()["data"][0]["id"]
+        model: str = reply.json()["data"][0]["id"]
+        return model
 
     try:
         model = _retrying(params.tries)(first_model)
@@ -334,7 +386,7 @@ def endpoint_of(url: str, params: GenerateParams) -> Endpoint:
     return Endpoint(client, model, url, bool(reply.get("prompt_token_ids")))
 
 
-def ask_all(endpoints: list[Endpoint], todo: list[Conversation], params: GenerateParams) -> Iterator[dict]:
+def ask_all(endpoints: list[Endpoint], todo: list[Conversation], params: GenerateParams) -> Iterator[Line]:
     """Lines of the log as they come, ``concurrency`` conversations at a time, servers in turn."""
     ids_of, numbered, under_way, refused, finished = (
         IdSource(params.target),

@@ -8,8 +8,8 @@ listed, never ended.
 import contextlib
 import os
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypedDict
 
 import psutil
 
@@ -19,8 +19,51 @@ GIVEN_BACK_GIB = 0.5  # a driver keeps some of a context for a while
 WAIT_S = 15.0
 
 
+class Used(TypedDict):
+    """The memory of one GPU that is in use."""
+
+    index: int
+    used_gib: float
+
+
+class Holder(TypedDict):
+    """A process that holds memory of a GPU; gib is None where NVML does not tell it, as in some containers."""
+
+    gpu: int
+    pid: int
+    name: str
+    gib: float | None
+
+
+class Look(TypedDict):
+    """What holds the GPUs at one time."""
+
+    gpus: list[Used]
+    processes: list[Holder]
+
+
+class Ended(TypedDict):
+    """A process that outlived its server and was ended."""
+
+    pid: int
+    name: str
+
+
+class Record(TypedDict, total=False):
+    """A server's time on the GPUs; empty without a GPU and before the server has ended.
+
+    others: what held a GPU before the start. given_back: whether each GPU's memory is as it was.
+    """
+
+    before: Look
+    after: Look
+    others: list[Holder]
+    ended: list[Ended]
+    given_back: bool
+
+
 @contextlib.contextmanager
-def watched(mark: str, nvml: Any = None, wait_s: float = WAIT_S) -> Iterator[dict]:
+def watched(mark: str, nvml: Any = None, wait_s: float = WAIT_S) -> Iterator[Record]:
     """Look before and after a server that starts and ends inside, and end what of it is left.
 
     Args:
@@ -28,24 +71,22 @@ def watched(mark: str, nvml: Any = None, wait_s: float = WAIT_S) -> Iterator[dic
         nvml: the module to ask; pynvml by default.
         wait_s: how long memory may take to come back.
     Yields:
-        a record, filled at the end: {"before", "after": of :func:`look`, "others": what held a GPU before the start, "ended":
-        what outlived the server, "given_back": whether each GPU's memory is as it was}. It stays empty without a GPU.
+        a record, filled at the end.
     """
-    record: dict = {}
+    record: Record = {}
     before = look(nvml)
     try:
         yield record
     finally:
         if before is not None:
-            record |= _leave(before, mark, nvml, wait_s)
+            record.update(_leave(before, mark, nvml, wait_s))
 
 
-def look(nvml: Any = None) -> dict | None:
+def look(nvml: Any = None) -> Look | None:
     """Memory of each GPU and the processes that hold it, now.
 
     Returns:
-        {"gpus": [{"index", "used_gib"}], "processes": [{"gpu", "pid", "name", "gib"}]}; None without a GPU. NVML does not
-        tell a process's memory in some containers: gib is None there, and processes of other containers are unseen.
+        None without a GPU. Processes of other containers are unseen.
     """
     if nvml is None:
         import pynvml
@@ -55,7 +96,8 @@ def look(nvml: Any = None) -> dict | None:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return None
-    gpus, processes = [], []
+    gpus: list[Used] = []
+    processes: list[Holder] = []
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         gpus.append({"index": index, "used_gib": round(nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB, 2)})
@@ -66,7 +108,7 @@ def look(nvml: Any = None) -> dict | None:
     return {"gpus": gpus, "processes": processes}
 
 
-def _leave(before: dict, mark: str, nvml: Any, wait_s: float) -> dict:
+def _leave(before: Look, mark: str, nvml: Any, wait_s: float) -> Record:
     ended = _end_marked(mark)
     deadline = time.monotonic() + wait_s
     while True:
@@ -80,10 +122,10 @@ def _leave(before: dict, mark: str, nvml: Any, wait_s: float) -> dict:
     return {"before": before, "after": after, "others": others, "ended": ended, "given_back": given_back}
 
 
-def _end_marked(mark: str) -> list[dict]:
+def _end_marked(mark: str) -> list[Ended]:
     """End the processes that carry a mark, by their id, and say which they were."""
     left = [process for process in psutil.process_iter() if _carries(process, mark)]
-    ended = [{"pid": process.pid, "name": _name(process.pid)} for process in left]
+    ended: list[Ended] = [{"pid": process.pid, "name": _name(process.pid)} for process in left]
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.terminate()
@@ -96,19 +138,19 @@ def _end_marked(mark: str) -> list[dict]:
 
 def _carries(process: psutil.Process, mark: str) -> bool:
     try:
-        return process.pid != os.getpid() and process.environ().get(MARK) == mark
+        return bool(process.pid != os.getpid() and process.environ().get(MARK) == mark)
     except (psutil.Error, OSError):
         return False  # of another user, or gone
 
 
 def _name(pid: int) -> str:
     try:
-        return psutil.Process(pid).name()
+        return str(psutil.Process(pid).name())
     except psutil.Error:
         return "of another user or container"
 
 
-def told(record: dict) -> list[str]:
+def told(record: Mapping[str, Any]) -> list[str]:
     """What a report says of a record: nothing without a GPU, and one line for each thing to know."""
     if not record:
         return []

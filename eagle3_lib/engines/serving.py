@@ -1,27 +1,25 @@
-"""Serving engines: each runs in a subprocess under its own interpreter and is spoken to over HTTP.
+"""A running engine asked by what it is: each function hands over to the engine's own module, see ``protocol.py``."""
 
-One module an engine, all with ``installed``, ``serve``, ``complete``, ``decode``, ``counters`` and ``start_profile``.
-"""
+from pathlib import Path
 
 import httpx
 
-from . import sglang, vllm
+from ..params import GREEDY, SamplingSettings, Serving
+from ..results import Counters
 from .base import Completion, Server, Speculation
-
-MODULES = {"vllm": vllm, "sglang": sglang}
-
-
-def speculative_words(params, speculation: Speculation) -> list[str]:
-    """The command-line words by which an engine is asked to speculate; [] where they stand in one JSON (vLLM)."""
-    return sglang.speculative_arguments(speculation) if params.engine == "sglang" else []
+from .registry import ENGINES
 
 
-def complete(server: Server, prompt_ids: list[int], max_tokens: int, **options) -> Completion:
-    """One completion of token ids, with what the engine tells of its rounds.
+def speculative_words(params: Serving, speculation: Speculation) -> list[str]:
+    """The command-line words by which an engine is asked to speculate; [] for mode "plain"."""
+    return ENGINES[params.engine].server.speculative_arguments(speculation)
 
-    Options: sampling, stream, as :func:`eagle3_lib.engines.base.complete` has them.
-    """
-    return MODULES[server.engine].complete(server, prompt_ids, max_tokens, **options)
+
+def complete(
+    server: Server, prompt_ids: list[int], max_tokens: int, sampling: SamplingSettings = GREEDY, stream: bool = True
+) -> Completion:
+    """One completion of token ids, with what the engine tells of its rounds; see :func:`eagle3_lib.engines.base.complete`."""
+    return ENGINES[server.engine].server.complete(server, prompt_ids, max_tokens, sampling, stream)
 
 
 def decode(server: Server, prompt_ids: list[int], tokens: int, batch: int) -> int:
@@ -32,17 +30,17 @@ def decode(server: Server, prompt_ids: list[int], tokens: int, batch: int) -> in
     Raises:
         Eagle3Error: an error of the server.
     """
-    return MODULES[server.engine].decode(server, prompt_ids, tokens, batch)
+    return ENGINES[server.engine].server.decode(server, prompt_ids, tokens, batch)
 
 
-def counters(server: Server) -> dict | None:
-    """The engine's own speculation counters since its start, {"rounds", "accepted": by position}; None if it has none."""
-    return MODULES[server.engine].counters(server)
+def counters(server: Server) -> Counters | None:
+    """The engine's own speculation counters since its start; None if it has none."""
+    return ENGINES[server.engine].server.counters(server)
 
 
-def start_profile(server: Server, folder) -> None:
+def start_profile(server: Server, folder: Path) -> None:
     """Start the engine's torch profiler; its traces go to ``folder`` when :func:`stop_profile` is called."""
-    MODULES[server.engine].start_profile(server, folder)
+    ENGINES[server.engine].server.start_profile(server, folder)
 
 
 def stop_profile(server: Server) -> None:

@@ -8,6 +8,7 @@ process (:mod:`eagle3_lib.engines.inside.broken`); see :func:`extension`.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,6 +21,9 @@ from ..paths import project_path
 from .inside import broken
 
 Tensors = dict[str, Tensor]
+Config = dict[str, Any]  # config.json
+ConfigEdit = Callable[[Config, int], Config]
+TensorEdit = Callable[[Tensors, Tensor], dict[str, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,8 @@ class Injection:
     worker process before the engine loads a model.
     """
 
-    config: Callable[[dict, int], dict] | None = None
-    tensors: Callable[[Tensors, Tensor], dict[str, Tensor | None]] | None = None
+    config: ConfigEdit | None = None
+    tensors: TensorEdit | None = None
     patch: Callable[[], None] | None = None
 
 
@@ -67,14 +71,14 @@ def named(fault: str) -> Injection:
 # ---------------------------------------------------------------------------------------------- config and tensors
 
 
-def shifted_boundaries(by: int):
+def shifted_boundaries(by: int) -> ConfigEdit:
     return lambda config, layers: {IDS: [b + by for b in config.get(IDS) or default_boundaries(layers)]}
 
 
-def blocks(order: tuple[int | None, ...]):
+def blocks(order: tuple[int | None, ...]) -> TensorEdit:
     """The columns of fc as if the engine handed over the features in ``order``; None: one that is never handed over."""
 
-    def edit(tensors: Tensors, _) -> Tensors:
+    def edit(tensors: Tensors, _: Tensor) -> dict[str, Tensor | None]:
         columns = tensors["fc.weight"].chunk(len(order), 1)
         edited = [torch.zeros_like(columns[0]) for _ in order]
         for place, source in enumerate(order):
@@ -85,15 +89,15 @@ def blocks(order: tuple[int | None, ...]):
     return edit
 
 
-def first_head_rows(tensors: Tensors, embedding: Tensor) -> Tensors:
+def first_head_rows(tensors: Tensors, embedding: Tensor) -> dict[str, Tensor | None]:
     return {"lm_head.weight": embedding[: len(tensors["lm_head.weight"])]}  # the target's head is its embedding: tied
 
 
-def no_embedding(_, embedding: Tensor) -> Tensors:
+def no_embedding(_: Tensors, embedding: Tensor) -> dict[str, Tensor | None]:
     return {"embed_tokens.weight": torch.zeros_like(embedding)}
 
 
-def rolled_embedding(_, embedding: Tensor) -> Tensors:
+def rolled_embedding(_: Tensors, embedding: Tensor) -> dict[str, Tensor | None]:
     return {"embed_tokens.weight": embedding.roll(1, 0)}
 
 

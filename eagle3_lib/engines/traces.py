@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -39,6 +39,8 @@ ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
 DRAFTER_RANGE = re.compile(r"gpu_model_runner: draft|\bdraft_(model|forward|extend)", re.IGNORECASE)
 STEP_RANGE = re.compile(r"execute_context_(?P<prefilling>\d+)\(.*?\)_generation_(?P<decoding>\d+)\(")
 TOP = 15
+Thread = tuple[int | str, int | str]  # process and thread, as the trace names them
+Event = dict[str, Any]  # as torch's profiler writes it
 
 
 class Segment(NamedTuple):
@@ -55,7 +57,41 @@ class Trace(NamedTuple):
     """Complete events ("ph": "X") of one process, with its rank."""
 
     rank: int
-    events: list[dict]
+    events: list[Event]
+
+
+class Shares(TypedDict):
+    """What a rank was busy with; share: of its busy time, by kind. communication_hidden: see :func:`summarise`."""
+
+    window_s: float
+    busy_s: float
+    idle_share: float
+    share: dict[str, float]
+    communication_share: float
+    communication_hidden: float | None
+
+
+class RankShares(Shares):
+    """The same with the rank's number."""
+
+    rank: int
+
+
+class Summary(TypedDict):
+    """Busy time by kind, as a mean over ranks and of each.
+
+    communication_hidden: the share of communication during which something else ran too. top: of the first rank [name, kind,
+    seconds, calls] of the operations that took most time.
+    """
+
+    device: str
+    busy_s: float
+    idle_share: float
+    communication_share: float
+    communication_hidden: float | None
+    share: dict[str, float]
+    ranks: list[RankShares]
+    top: list[list[str | float]]
 
 
 def kind_of(name: str) -> str:
@@ -87,25 +123,24 @@ def read(folder: Path) -> list[Trace]:
     return sorted(found, key=lambda trace: trace.rank)
 
 
-def summarise(traces: Sequence[Trace], batch: int = 1) -> dict:
+def summarise(traces: Sequence[Trace], batch: int = 1) -> Summary:
     """Busy time by kind, of each rank and as a mean over ranks.
 
     Args:
         batch: how many requests the steps to count decode, where the engine marks them.
-    Returns:
-        {"device", "busy_s", "idle_share", "share": {kind: of the busy time}, "communication_share",
-        "communication_hidden": the share of communication during which something else ran too, "ranks": [the same of each
-        rank, with "rank"], "top": of the first rank [[name, kind, seconds, calls]]}.
     """
     gpu = any(event["cat"] == "kernel" for trace in traces for event in trace.events)
     of_ranks = [segments(trace.events, "kernel" if gpu else "cpu_op", batch) for trace in traces]
-    ranks = [{"rank": trace.rank} | _shares(found, batch) for trace, found in zip(traces, of_ranks, strict=True)]
-    mean = {key: _mean(rank[key] for rank in ranks) for key in ("busy_s", "idle_share", "communication_share")}
+    ranks: list[RankShares] = [
+        {"rank": trace.rank, **_shares(found, batch)} for trace, found in zip(traces, of_ranks, strict=True)
+    ]
     hidden = [rank["communication_hidden"] for rank in ranks if rank["communication_hidden"] is not None]
     kinds = ranks[0]["share"]
     return {
         "device": "gpu" if gpu else "cpu",
-        **mean,
+        "busy_s": _mean(rank["busy_s"] for rank in ranks),
+        "idle_share": _mean(rank["idle_share"] for rank in ranks),
+        "communication_share": _mean(rank["communication_share"] for rank in ranks),
         "communication_hidden": _mean(hidden) if hidden else None,
         "share": {kind: _mean(rank["share"][kind] for rank in ranks) for kind in kinds},
         "ranks": ranks,
@@ -113,7 +148,7 @@ def summarise(traces: Sequence[Trace], batch: int = 1) -> dict:
     }
 
 
-def segments(events: list[dict], category: str, batch: int = 1) -> list[Segment]:
+def segments(events: list[Event], category: str, batch: int = 1) -> list[Segment]:
     """The operations of a category in the steps that decode ``batch`` requests, each with its kind.
 
     Where the engine marks its steps, those that prefill or decode another number are left out, each up to the next. What
@@ -140,7 +175,7 @@ def segments(events: list[dict], category: str, batch: int = 1) -> list[Segment]
     return result
 
 
-def _other_steps(marks: list[dict], batch: int) -> Iterator[tuple[float, float]]:
+def _other_steps(marks: list[Event], batch: int) -> Iterator[tuple[float, float]]:
     """From the start of each step that does anything but decode ``batch`` requests to the start of the next."""
     found = ((event["ts"], STEP_RANGE.search(event["name"])) for event in marks)
     steps = sorted((start, int(step["prefilling"]), int(step["decoding"])) for start, step in found if step)
@@ -149,7 +184,7 @@ def _other_steps(marks: list[dict], batch: int) -> Iterator[tuple[float, float]]
             yield start, end
 
 
-def own_times(events: list[dict]) -> list[tuple[str, float]]:
+def own_times(events: list[Event]) -> list[tuple[str, float]]:
     """Time of each operator's name without the operators nested in it, thread by thread."""
     total: dict[str, float] = defaultdict(float)
     for call, start, end in _own(events):
@@ -157,13 +192,15 @@ def own_times(events: list[dict]) -> list[tuple[str, float]]:
     return list(total.items())
 
 
-def _own(events: list[dict]) -> list[tuple[int, float, float]]:
+def _own(events: list[Event]) -> list[tuple[int, float, float]]:
     """(index, start, end) of the stretches in which an operator runs itself and none that it calls."""
     found: list[tuple[int, float, float]] = []
-    threads: dict[tuple, list[tuple[int, float]]] = defaultdict(list)  # open operators (index, end), the inner one last
-    reached: dict[tuple, float] = defaultdict(float)
+    threads: dict[Thread, list[tuple[int, float]]] = defaultdict(
+        list
+    )  # open operators (index, end), the inner one last
+    reached: dict[Thread, float] = defaultdict(float)
 
-    def close(thread: tuple, until: float) -> None:
+    def close(thread: Thread, until: float) -> None:
         """Give the time up to ``until`` to the operators that are open."""
         stack = threads[thread]
         while stack:
@@ -186,7 +223,7 @@ def _own(events: list[dict]) -> list[tuple[int, float, float]]:
     return found
 
 
-def _shares(found: list[Segment], batch: int) -> dict:
+def _shares(found: list[Segment], batch: int) -> Shares:
     """What one rank was busy with: unions of intervals over its streams or threads."""
     if not found:
         raise Eagle3Error(
@@ -211,7 +248,7 @@ def _shares(found: list[Segment], batch: int) -> dict:
     }
 
 
-def _top(found: list[Segment]) -> list[list]:
+def _top(found: list[Segment]) -> list[list[str | float]]:
     """[name, kind, seconds, calls] of the operations with the largest summed time."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     calls: dict[tuple[str, str], set[int]] = defaultdict(set)
@@ -242,7 +279,8 @@ def _inside(union: np.ndarray, times: np.ndarray) -> np.ndarray:
     if not len(union):
         return np.zeros(len(times), dtype=bool)
     place = np.searchsorted(union[:, 0], times, side="right") - 1
-    return (place >= 0) & (times < union[place, 1])
+    inside: np.ndarray = (place >= 0) & (times < union[place, 1])
+    return inside
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from ..engines import serving
 from ..engines.base import interpreter, log_tail
+from ..engines.registry import ENGINES
 from ..errors import Eagle3Error
 from ..paths import ROOT
 from ..process import end_group
@@ -53,7 +53,7 @@ def vllm_backend(wanted: Wanted) -> Iterator[Backend]:
     tail = Tail(wanted)
     layers = targets.load_config(wanted.folder).num_hidden_layers
     ids = sorted({*wanted.boundaries, layers})  # vLLM gives them in ascending order, whatever is asked for
-    build = serving.vllm.installed(wanted.engine_python)[1]
+    build = ENGINES["vllm"].server.installed(wanted.engine_python)[1]
     shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=shared, prefix="eagle3-") as folder:
         case = {
@@ -110,5 +110,6 @@ BACKENDS = {"transformers": transformers_backend, "vllm": vllm_backend, "sglang"
 
 
 def offered(backend: str, layers: int) -> tuple[int, ...]:
-    """The boundaries that a backend can give: SGLang gives neither the embedding's output nor the last layer's."""
-    return tuple(range(1, layers) if backend == "sglang" else range(layers + 1))
+    """The boundaries that a backend can give: not every engine gives the embedding's output and the last layer's."""
+    outer = backend not in ENGINES or ENGINES[backend].spec.outer_boundaries
+    return tuple(range(layers + 1) if outer else range(1, layers))

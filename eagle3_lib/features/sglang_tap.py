@@ -24,14 +24,16 @@ from torch import Tensor
 
 from ..compat import launch, rules
 from ..drafter.checkpoint import IDS
-from ..engines import options, serving
+from ..engines import versions
 from ..engines.base import failure, interpreter
+from ..engines.registry import ENGINES
 from ..errors import Eagle3Error
 from ..params import Serving
 from ..targets import targets
 from ..targets.capture import Features, choices
 from .wanted import Backend, Tail, Wanted
 
+SGLANG = ENGINES["sglang"]
 Tap = Callable[[list[int]], Tensor]
 CAPTURE = "--enable-return-aux-hidden-states"
 WHOLE_PROMPTS = ("--disable-radix-cache", "--chunked-prefill-size", "-1")
@@ -70,9 +72,9 @@ def backend(wanted: Wanted) -> Iterator[Backend]:
 @contextlib.contextmanager
 def boundaries(wanted: Wanted) -> Iterator[Tap]:
     """A server that gives [T, boundaries x Ht] of a text, in the order of ``wanted.boundaries``."""
-    version = serving.sglang.installed(wanted.engine_python)[0]
+    version = SGLANG.server.installed(wanted.engine_python)[0]
     command = (interpreter(wanted.engine_python), "-m", "sglang.launch_server")
-    if CAPTURE not in options.of_engine("sglang", command):
+    if CAPTURE not in versions.of_engine(SGLANG.spec, command):
         raise Eagle3Error(
             f"sglang {version} returns the last hidden state alone; expected a version with {CAPTURE}, such as 0.5.23"
         )

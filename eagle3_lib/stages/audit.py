@@ -10,9 +10,10 @@ from ..compat.audit import check, matrix, strict, target_side
 from ..compat.config_value import config_findings, try_config
 from ..compat.config_value import config_sentence as config_sentence  # for the notebook
 from ..compat.findings import SEVERITIES, worst
-from ..compat.rules import PACKAGES, Target, captured, default_runner, rules
+from ..compat.rules import Target, captured, default_runner, rules
 from ..drafter import checkpoint
-from ..engines.base import find_distribution, interpreter
+from ..engines.base import find_distribution
+from ..engines.registry import ENGINES, interpreter
 from ..errors import Eagle3Error
 from ..files import write_json
 from ..manifest import stage
@@ -81,7 +82,7 @@ def installed_version(engine: str, engine_python: str = "") -> str:
         Eagle3Error: it has none, or does not run.
     """
     try:
-        return find_distribution(engine_python, PACKAGES[engine])[1]
+        return find_distribution(engine_python, ENGINES[engine].spec.distributions)[1]
     except Eagle3Error as error:
         newest = rules()["versions"][engine][-1]
         raise Eagle3Error(f"{error}; or name the version to audit in engine_version, such as {newest!r}") from None

@@ -27,7 +27,7 @@ from ..journal import Journal
 from ..manifest import stage
 from ..params import BenchmarkParams
 from ..paths import project_path
-from ..results import BENCHMARK_SCHEMA, Benchmark, Counters, CrossCheck, MeasuredRequest, Speed
+from ..results import BENCHMARK_SCHEMA, Benchmark, Counters, CrossCheck, MeasuredRequest, Speed, Totals
 from ..targets import targets
 from ..targets.answers import Answer, read_answers, samples_file
 from ..targets.identity import target_identity
@@ -74,7 +74,7 @@ def run(params: BenchmarkParams) -> Benchmark:
     with stage("benchmark", params, inputs) as notes:
         journal = Journal(out / "finished.jsonl", settings)
         with launch.serve(params, folder, out / "server.log", speculation) as server:
-            before = _counters(server)
+            before = serving.counters(server)
             requests, fresh = measure_acceptance(server, prompts, params, journal)
             told = sum(len(request["accepted"] or []) for request in fresh)
             check = cross_check(fresh, before, _counters_after(server, before, told), params.num_speculative_tokens)
@@ -219,7 +219,7 @@ def _by_chunks(server: base.Server, prompt: Answer, params: BenchmarkParams) -> 
     """One answer alone, its rounds read off the stream; asked again while the engine's own totals contradict them."""
     positions = params.num_speculative_tokens
     for tries in range(1, CHUNK_TRIES + 1):
-        before = _counters(server)
+        before = serving.counters(server)
         answer = serving.complete(server, prompt.prompt_ids, params.max_tokens, sampling=params.settings())
         answer.accepted = answer.rounds_from_chunks()
         if answer.totals is None and before is not None:
@@ -233,20 +233,16 @@ def _by_chunks(server: base.Server, prompt: Answer, params: BenchmarkParams) -> 
     return request
 
 
-def _totals_around(server: base.Server, before: Counters, rounds: int) -> dict[str, int]:
+def _totals_around(server: base.Server, before: Counters, rounds: int) -> Totals:
     """{"rounds", "accepted", "drafted"} that the engine's counters rose by."""
     rise = _since(before, _counters_after(server, before, rounds) or before)
     return {"rounds": rise["rounds"], "drafted": rise["drafted"], "accepted": sum(rise["accepted"])}
 
 
-def _counters(server: base.Server) -> Counters | None:
-    return cast("Counters | None", serving.counters(server))
-
-
 def _counters_after(server: base.Server, before: Counters | None, rounds: int) -> Counters | None:
     """The engine's counters, once they have risen by so many rounds: they come a moment after the last chunk."""
     for _ in range(COUNTER_TRIES):
-        after = _counters(server)
+        after = serving.counters(server)
         if after is None or _since(before, after)["rounds"] >= rounds:
             break
         time.sleep(COUNTER_WAIT_S)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..compat import launch
 from ..engines.chat import Endpoint, ask_all, client_for, endpoint_of
+from ..engines.registry import ENGINES
 from ..errors import Eagle3Error
 from ..files import write_json
 from ..manifest import stage
@@ -87,7 +88,7 @@ def servers_for(params: GenerateParams, out: Path) -> Iterator[list[Endpoint]]:
         return
     with launch.serve(params, targets.resolve(params.target), out / "server.log") as server:
         name = f"{server.engine} {server.version}"
-        if server.engine == "vllm":
+        if ENGINES[server.engine].spec.chat_gives_ids:
             yield [Endpoint(client_for(server.url, params), server.model, name)]
         else:  # whether it knows return_token_ids must be asked
             yield [replace(endpoint_of(server.url, params), name=name)]

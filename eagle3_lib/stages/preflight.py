@@ -6,7 +6,9 @@ from ..compat import fit
 from ..compat.disk_plan import plan
 from ..compat.findings import worst
 from ..drafter import checkpoint
-from ..engines import base, serving
+from ..engines import base
+from ..engines.registry import ENGINES
+from ..engines.spec import Engine
 from ..errors import Eagle3Error
 from ..files import write_json
 from ..manifest import hardware, stage, versions
@@ -32,7 +34,7 @@ def run(params: PreflightParams) -> dict:
         result: dict = {
             "hardware": hardware(),
             "versions": versions(),
-            "engines": {name: _installed(module) for name, module in serving.MODULES.items()},
+            "engines": {name: _installed(engine) for name, engine in ENGINES.items()},
             "target": {
                 "folder": short_path(folder),
                 "architecture": config.architectures[0] if config.architectures else type(config).__name__,
@@ -60,8 +62,8 @@ def run(params: PreflightParams) -> dict:
     return result
 
 
-def _installed(module) -> str:
+def _installed(engine: Engine) -> str:
     try:
-        return " ".join(module.installed())
+        return " ".join(engine.server.installed())
     except Eagle3Error:
         return "not in this interpreter"

@@ -16,7 +16,8 @@ from pathlib import Path
 import httpx
 
 from eagle3_lib.compat import launch
-from eagle3_lib.engines import base, vllm
+from eagle3_lib.engines import base
+from eagle3_lib.engines.vllm import server as vllm
 from eagle3_lib.files import write_json
 from eagle3_lib.params import BenchmarkParams
 from eagle3_lib.paths import project_path

@@ -3,7 +3,7 @@
 import pytest
 
 from eagle3_lib.compat import chat_template, gates
-from eagle3_lib.engines import vllm
+from eagle3_lib.engines.vllm import server as vllm
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import BenchmarkParams
 from eagle3_lib.targets import targets

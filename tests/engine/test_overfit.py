@@ -3,7 +3,8 @@
 import torch
 
 from eagle3_lib.drafter import checkpoint
-from eagle3_lib.engines import base, vllm
+from eagle3_lib.engines import base
+from eagle3_lib.engines.vllm import server as vllm
 from eagle3_lib.features.store import Sample, Writer
 from eagle3_lib.params import BASE_DRAFTER, BenchmarkParams, TrainParams
 from eagle3_lib.stages import train

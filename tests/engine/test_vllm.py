@@ -8,7 +8,8 @@ import torch
 from jupyter_client.manager import start_new_kernel
 
 from eagle3_lib.drafter import checkpoint
-from eagle3_lib.engines import base, vllm
+from eagle3_lib.engines import base
+from eagle3_lib.engines.vllm import server as vllm
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import BenchmarkParams
 from eagle3_lib.paths import ROOT
@@ -22,7 +23,8 @@ CELL = f"""
 import time
 from pathlib import Path
 from eagle3_lib.targets import targets
-from eagle3_lib.engines import base, vllm
+from eagle3_lib.engines import base
+from eagle3_lib.engines.vllm import server as vllm
 from eagle3_lib.params import BenchmarkParams
 params = BenchmarkParams(mode="base", drafter="{DRAFTER}", max_model_len=256)
 with vllm.serve(params, targets.resolve(params.target), Path("LOG"), base.Speculation("base", params.drafter)) as server:

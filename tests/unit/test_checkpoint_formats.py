@@ -242,8 +242,8 @@ def test_nested_ids_are_outputs_unless_they_cannot_be(ids, latent, boundaries):
 def test_deepseek_ids_for_sglang():
     """SGLang 0.5.16 on DeepSeek targets adds 1 only to lists that begin with 1 (deepseek_v2.py)."""
     deepseek = TARGET | {"architectures": ["DeepseekV3ForCausalLM"]}
-    assert export.sglang_ids(BASE, "0.5.16", deepseek) == [1, 5, 8]
-    assert export.sglang_ids(BASE.with_(boundaries=(3, 6, 9)), "0.5.16", deepseek) == [3, 6, 9]
-    assert export.sglang_ids(BASE.with_(boundaries=(3, 6, 9)), "0.5.8", deepseek) == [2, 5, 8]
+    assert export.nested_ids(BASE, "sglang", "0.5.16", deepseek) == [1, 5, 8]
+    assert export.nested_ids(BASE.with_(boundaries=(3, 6, 9)), "sglang", "0.5.16", deepseek) == [3, 6, 9]
+    assert export.nested_ids(BASE.with_(boundaries=(3, 6, 9)), "sglang", "0.5.8", deepseek) == [2, 5, 8]
     with pytest.raises(Eagle3Error, match=r"captures? boundaries \[1, 6, 9\]|capture boundaries \[1, 6, 9\]"):
-        export.sglang_ids(BASE.with_(boundaries=(1, 6, 9)), "0.5.16", deepseek)
+        export.nested_ids(BASE.with_(boundaries=(1, 6, 9)), "sglang", "0.5.16", deepseek)

@@ -5,13 +5,17 @@ import sys
 
 import pytest
 
-from eagle3_lib.engines import base, definitions, options, sglang, vllm
+from eagle3_lib.engines import base, versions
+from eagle3_lib.engines.registry import ENGINES
+from eagle3_lib.engines.sglang import server as sglang
+from eagle3_lib.engines.vllm import server as vllm
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import BenchmarkParams
 from eagle3_lib.paths import ROOT
 from eagle3_lib.stages import benchmark
 from eagle3_lib.verdict import acceptance
 
+VLLM, SGLANG = ENGINES["vllm"].spec, ENGINES["sglang"].spec
 ANSWERS = json.loads((ROOT / "tests/data/vllm_answers.json").read_text())
 OPTIONS = json.loads((ROOT / "tests/data/engine_options.json").read_text())["options"]
 DRAFTER = "drafters/smollm2-135m-eagle3"
@@ -25,48 +29,47 @@ EAGLE3, NGRAM = base.Speculation("base", DRAFTER, 4), base.Speculation("ngram", 
 @pytest.mark.parametrize("speculation", [base.PLAIN, EAGLE3, NGRAM], ids=lambda s: s.mode)
 def test_sglang_knows_all_that_it_is_given(version, speculation):
     params = BenchmarkParams(engine="sglang")
-    words = sglang.arguments(params, ROOT, 1, speculation)
-    assert options.is_read("sglang", version)
-    assert options.keep_known(words, OPTIONS[f"sglang {version}"], "sglang", version) == (words, ())
+    words = sglang.arguments(params, ROOT, version, 1, speculation)
+    assert SGLANG.is_read(version)
+    assert versions.keep_known(words, OPTIONS[f"sglang {version}"], SGLANG, version) == (words, ())
 
 
 @pytest.mark.parametrize("speculation", [base.PLAIN, EAGLE3, NGRAM], ids=lambda s: s.mode)
 def test_vllm_knows_all_that_it_is_given(speculation, tmp_path):
-    speculative = vllm.speculative_config(speculation)
-    words = vllm.arguments(BenchmarkParams(), ROOT, "0.32.0", 1, speculative, tmp_path)
-    assert options.keep_known(words, ANSWERS["help_options"], "vllm", "0.32.0") == (words, ())
+    words = vllm.arguments(BenchmarkParams(), ROOT, "0.32.0", 1, speculation, tmp_path)
+    assert versions.keep_known(words, ANSWERS["help_options"], VLLM, "0.32.0") == (words, ())
 
 
 def test_an_unread_version_does_without_what_it_does_not_know(capsys):
     """The recorded help of 0.32 without two options, as of a version that does not have them."""
     lacking = {"--per-request-spec-decode-metrics", "--disable-uvicorn-access-log"}
     params = BenchmarkParams(engine_args=["-tp", "2", "--max-num-seqs", "8"])
-    words = vllm.arguments(params, ROOT, "0.40.0", 1, vllm.speculative_config(EAGLE3), None)
-    kept, left_out = options.keep_known(words, set(ANSWERS["help_options"]) - lacking, "vllm", "0.40.0")
+    words = vllm.arguments(params, ROOT, "0.40.0", 1, EAGLE3)
+    kept, left_out = versions.keep_known(words, set(ANSWERS["help_options"]) - lacking, VLLM, "0.40.0")
     assert set(left_out) == lacking and "detailed" not in kept
     assert kept == [word for word in words if word not in lacking | {"detailed"}]
     assert "vllm 0.40.0 is not a version that was read, and has no" in capsys.readouterr().out
 
 
 def test_an_option_that_the_run_needs_is_refused():
-    words = vllm.arguments(BenchmarkParams(), ROOT, "0.10.0", 1, vllm.speculative_config(EAGLE3), None)
+    words = vllm.arguments(BenchmarkParams(), ROOT, "0.10.0", 1, EAGLE3)
     known = set(ANSWERS["help_options"]) - {"--speculative-config"}
     with pytest.raises(
         Eagle3Error, match=r"vllm 0.10.0 has no option --speculative-config; expected a version from 0.16"
     ):
-        options.keep_known(words, known, "vllm", "0.10.0")
+        versions.keep_known(words, known, VLLM, "0.10.0")
 
 
 def test_the_engines_own_help_is_asked(tmp_path):
     script = tmp_path / "engine.py"
     script.write_text("import sys; print('--model-path X, --port N') if sys.argv[1] == '--help' else sys.exit(2)")
     command = (sys.executable, str(script))
-    assert options.of_engine("vllm", command) == {"--model-path", "--port"}  # has no --help=all
-    kept, left_out = options.for_version(["--model-path", "m", "--disable-cuda-graph"], "sglang", "0.4.0", command)
+    assert versions.of_engine(VLLM, command) == {"--model-path", "--port"}  # has no --help=all
+    kept, left_out = versions.for_version(["--model-path", "m", "--disable-cuda-graph"], SGLANG, "0.4.0", command)
     assert kept == ["--model-path", "m"] and left_out == ("--disable-cuda-graph",)
     script.write_text("raise SystemExit('no such module')")
     with pytest.raises(Eagle3Error, match="names no option for a model(.|\n)*no such module"):
-        options.of_engine("sglang", (sys.executable, str(script), "again"))
+        versions.of_engine(SGLANG, (sys.executable, str(script), "again"))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ def test_the_engines_own_help_is_asked(tmp_path):
     ],
 )
 def test_versions_that_were_read(engine, version, read):
-    assert options.is_read(engine, version) is read
+    assert ENGINES[engine].spec.is_read(version) is read
 
 
 # ---------------------------------------------------------------------------------------------------------- definitions
@@ -90,17 +93,17 @@ def test_versions_that_were_read(engine, version, read):
 
 def test_a_rate_with_the_bonus_over_tokens_with_the_root():
     """10 rounds of K = 3 that accept 12 of 30: SGLang 0.5.8's scheduler tells (12 + 10) / (10 * 4)."""
-    assert definitions.acceptance_rate("sglang", "0.5.8", 22 / 40, 3) == pytest.approx(0.4)
-    assert definitions.acceptance_rate("sglang", "0.5.8", 0.25, 3) == 0  # its floor, with nothing accepted
-    assert definitions.acceptance_rate("sglang", "0.5.16", 0.4, 3) == definitions.acceptance_rate(
-        "vllm", "0.23.0", 0.4, 3
+    assert SGLANG.definitions_in("0.5.8").acceptance_rate(22 / 40, 3) == pytest.approx(0.4)
+    assert SGLANG.definitions_in("0.5.8").acceptance_rate(0.25, 3) == 0  # its floor, with nothing accepted
+    assert SGLANG.definitions_in("0.5.16").acceptance_rate(0.4, 3) == VLLM.definitions_in("0.23.0").acceptance_rate(
+        0.4, 3
     )
 
 
 def test_a_length_that_counts_prefills_token():
     """1 token of prefill and 10 rounds that emit 22 tokens: SGLang tells 23 / 10, and the mean length is 2.2."""
-    assert definitions.mean_length("sglang", "0.5.16", 23 / 10, 10) == pytest.approx(2.2)
-    assert definitions.mean_length("vllm", "0.32.0", 2.2, 10) == 2.2
+    assert SGLANG.definitions_in("0.5.16").mean_length(23 / 10, 10) == pytest.approx(2.2)
+    assert VLLM.definitions_in("0.32.0").mean_length(2.2, 10) == 2.2
 
 
 # Fields as srt/managers/tokenizer_manager.py of the wheels sets them; counts made up: 4 rounds of K = 3 that accept 5.
@@ -125,18 +128,18 @@ META_0_5_12 = META_0_5_11 | META_0_5_23  # 0.5.12 to 0.5.16 have both
     ],
 )
 def test_sglangs_answer_by_version(version, meta, histogram):
-    result = base.Completion([1])
-    sglang._take({"output_ids": [5], "meta_info": {}}, result, 0.1, version)
+    result, definitions = base.Completion([1]), SGLANG.definitions_in(version)
+    sglang._take({"output_ids": [5], "meta_info": {}}, result, 0.1, definitions)
     sglang._take(
-        {"output_ids": [5, 6, 7], "meta_info": meta | {"finish_reason": {"type": "length"}}}, result, 0.2, version
+        {"output_ids": [5, 6, 7], "meta_info": meta | {"finish_reason": {"type": "length"}}}, result, 0.2, definitions
     )
     assert result.chunks == [1, 2] and result.finish_reason == "length"
     assert result.histogram == histogram and result.totals == {"rounds": 4, "accepted": 5, "drafted": 12}
 
 
 def test_the_running_rate_lost_its_bonus_in_sglang_0_5_11():
-    assert definitions.acceptance_rate("sglang", "0.5.10.post1", 22 / 40, 3) == pytest.approx(0.4)
-    assert definitions.acceptance_rate("sglang", "0.5.11", 0.4, 3) == 0.4
+    assert SGLANG.definitions_in("0.5.10.post1").acceptance_rate(22 / 40, 3) == pytest.approx(0.4)
+    assert SGLANG.definitions_in("0.5.11").acceptance_rate(0.4, 3) == 0.4
 
 
 # RequestSpecDecodeMetrics.to_dict (v1/metrics/stats.py), the same in 0.29.0, 0.30.0, 0.31.0, 0.32.0, 0.33.0.
@@ -158,20 +161,22 @@ VLLM_METRICS = {
 )
 def test_vllms_answer_by_version(version, tells):
     totals = {"rounds": 4, "accepted": 5, "drafted": 11}  # not 4 * 3: the last round drafted fewer
-    assert definitions.request_counts("vllm", version, VLLM_METRICS) == (totals if tells else None)
-    assert definitions.histogram("vllm", version, VLLM_METRICS) == ([1, 2, 0, 1] if tells else None)
+    assert VLLM.definitions_in(version).totals_in(VLLM_METRICS) == (totals if tells else None)
+    assert VLLM.definitions_in(version).histogram_in(VLLM_METRICS) == ([1, 2, 0, 1] if tells else None)
 
 
 def test_drafted_is_left_out_where_the_answer_does_not_tell_it():
     untold = {key: value for key, value in VLLM_METRICS.items() if key != "num_draft_tokens"}
-    assert definitions.request_counts("vllm", "0.32.0", untold) == {"rounds": 4, "accepted": 5}
-    assert definitions.request_counts("vllm", "0.32.0", {}) is None
+    assert VLLM.definitions_in("0.32.0").totals_in(untold) == {"rounds": 4, "accepted": 5}
+    assert VLLM.definitions_in("0.32.0").totals_in({}) is None
 
 
 def test_draft_tokens_count_the_root_in_sglang_only():
     words = sglang.speculative_arguments(EAGLE3)
     assert words[words.index("--speculative-num-draft-tokens") + 1] == "5"
-    assert words[words.index("--speculative-num-steps") + 1] == "4" and definitions.draft_tokens("vllm", 4) == 4
+    assert (
+        words[words.index("--speculative-num-steps") + 1] == "4" and VLLM.definitions_in("0.32.0").draft_tokens(4) == 4
+    )
 
 
 # --------------------------------------------------------------------------------------------------- real answers of vLLM
@@ -195,7 +200,9 @@ def recorded(monkeypatch):
     client = openai.OpenAI(base_url="http://recorded/v1", api_key="none", http_client=http)
     monkeypatch.setattr(base, "_client", lambda url, timeout_s: client)
     monkeypatch.setattr(vllm.httpx, "get", lambda url, **options: http.get(url))
-    server = base.Server("http://recorded", "target", "vllm", "0.32.0", tells_rounds=True)
+    server = base.Server(
+        "http://recorded", "target", "vllm", "0.32.0", tells_rounds=True, definitions=VLLM.definitions_in("0.32.0")
+    )
     return server, moment
 
 

@@ -5,7 +5,6 @@ import os
 
 import pytest
 
-from eagle3_lib.compat import rules
 from eagle3_lib.params import Run
 from eagle3_lib.paths import ROOT
 from eagle3_lib.targets import identity as folders
@@ -104,7 +103,6 @@ def test_engines_are_distribution_and_version_of_their_own_interpreter(tmp_path)
     assert identity.engine_identity("vllm", new) == "vllm 0.33.0"
     assert identity.engine_identity("sglang", fake(tmp_path, "without", "none none")) == "none"
     assert identity.engine_identity("vllm", str(tmp_path / "absent")) == "none"
-    assert identity.DISTRIBUTIONS == rules.PACKAGES
 
 
 def test_what_each_stage_depends_on(tmp_path):

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from eagle3_lib.engines import base, meaning, sglang
+from eagle3_lib.engines import base, meaning
+from eagle3_lib.engines.sglang import server as sglang
 from eagle3_lib.errors import Eagle3Error
 
 DRAFTER = "drafters/smollm2-135m-eagle3"

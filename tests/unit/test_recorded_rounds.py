@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from eagle3_lib.engines import definitions
+from eagle3_lib.engines.registry import ENGINES
 from eagle3_lib.paths import ROOT
 from eagle3_lib.verdict import acceptance, rounds
 
 FOLDER = ROOT / "tests/data/vllm_server"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
 VERSION, K = "0.32.0", 4
+DEFINITIONS = ENGINES["vllm"].spec.definitions_in(VERSION)
 STREAMS = [
     "on/completion_stream.txt",
     "on/chat_stream.txt",
@@ -99,8 +100,8 @@ def test_totals_and_histogram_are_those_of_the_rounds(name):
     for answer in read(name):
         accepted, drafted = (answer.told[f"per_step_{kind}"] or [] for kind in ("accepted", "drafted"))
         totals = {"rounds": len(accepted), "accepted": sum(accepted), "drafted": sum(drafted)}
-        assert definitions.request_counts("vllm", VERSION, answer.told) == totals
-        histogram = definitions.histogram("vllm", VERSION, answer.told)
+        assert DEFINITIONS.totals_in(answer.told) == totals
+        histogram = DEFINITIONS.histogram_in(answer.told)
         assert histogram == [accepted.count(count) for count in range(K + 1)]
 
 
@@ -198,9 +199,9 @@ def test_the_summary_level_tells_totals_alone():
     expected = EXPECTED["summary/completion.json"]
     for answer in (whole, streamed):
         assert answer.told.get("per_step_accepted") is None
-        totals = definitions.request_counts("vllm", VERSION, answer.told)
+        totals = DEFINITIONS.totals_in(answer.told)
         assert totals == {"rounds": expected["rounds"], "accepted": expected["accepted"], "drafted": 40}
-        steps_by_count = definitions.histogram("vllm", VERSION, answer.told)
+        steps_by_count = DEFINITIONS.histogram_in(answer.told)
         survivors = [sum(steps_by_count[position:]) for position in range(1, K + 1)]
         assert survivors == expected["accepted_by_position"]
     (without_usage,) = read("summary/completion_stream_without_usage.txt")

@@ -7,16 +7,19 @@ v1/spec_decode/llm_base_proposer.py); no installed file is touched.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...verdict.changes import to_float8
 
+Captured = Callable[[Any, Tensor, Tensor], Tensor]  # (model, hidden states, residual) -> what a boundary is taken for
+
 # --------------------------------------------------------------------------------------------------------- patches
 
 
-def _proposer():
+def _proposer() -> Any:
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     return SpecDecodeBaseProposer
@@ -27,7 +30,7 @@ def unshifted_tokens() -> None:
     proposer = _proposer()
     original = proposer.set_inputs_first_pass
 
-    def patched(self, *, target_token_ids, **others):
+    def patched(self: Any, *, target_token_ids: Tensor, **others: Any) -> Any:
         result = original(self, target_token_ids=target_token_ids, **others)
         self.input_ids[: len(target_token_ids)] = target_token_ids
         return result
@@ -35,7 +38,7 @@ def unshifted_tokens() -> None:
     proposer.set_inputs_first_pass = patched
 
 
-def unwritten_slots(prefill: bool):
+def unwritten_slots(prefill: bool) -> Callable[[], None]:
     """The drafter's cache keeps what it holds, except at the slot where drafting starts.
 
     In prefill it holds nothing (zeros); in decoding, the states that the drafter made of its own outputs.
@@ -45,7 +48,7 @@ def unwritten_slots(prefill: bool):
         proposer = _proposer()
         original = proposer.set_inputs_first_pass
 
-        def patched(self, **inputs):
+        def patched(self: Any, **inputs: Any) -> Any:
             count, starts, metadata = original(self, **inputs)
             lengths = metadata.query_start_loc.diff().long()
             in_prefill = lengths > self.num_speculative_tokens + 1
@@ -64,11 +67,11 @@ def frozen_positions() -> None:
     proposer = _proposer()
     propose, update = proposer.propose, proposer._update_positions_dependent_metadata
 
-    def patched_propose(self, *args, **others):
+    def patched_propose(self: Any, *args: Any, **others: Any) -> Any:
         self.first_positions = None
         return propose(self, *args, **others)
 
-    def patched_update(self, positions, metadata, batch, *others):
+    def patched_update(self: Any, positions: Tensor, metadata: Any, batch: int, *others: Any) -> Any:
         if self.first_positions is None:
             self.first_positions = positions[:batch].clone()
         advanced = update(self, positions, metadata, batch, *others).clone()
@@ -83,7 +86,7 @@ def cliff() -> None:
     proposer = _proposer()
     original = proposer.propose
 
-    def patched(self, *args, **others):
+    def patched(self: Any, *args: Any, **others: Any) -> Any:
         drafts = original(self, *args, **others)
         drafts[:, 1:] = 0
         return drafts
@@ -91,14 +94,16 @@ def cliff() -> None:
     proposer.propose = patched
 
 
-def captured(value: Callable):
+def captured(value: Captured) -> Callable[[], None]:
     """Boundaries captured as ``value(model, hidden_states, residual)``: their sum is the residual stream."""
 
     def patch() -> None:
         from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
         from vllm.model_executor.models.interfaces import EagleModelMixin
 
-        def patched(self, aux_hidden_states, layer_idx, hidden_states, residual):
+        def patched(
+            self: Any, aux_hidden_states: list[Tensor], layer_idx: int, hidden_states: Tensor, residual: Tensor
+        ) -> list[Tensor]:
             if layer_idx in self.aux_hidden_state_layers:
                 aux_hidden_states.append(value(self, hidden_states, residual))
             return aux_hidden_states
@@ -109,18 +114,18 @@ def captured(value: Callable):
     return patch
 
 
-def _capture_deepseek(model_class: type[torch.nn.Module], value: Callable) -> None:
+def _capture_deepseek(model_class: type[torch.nn.Module], value: Captured) -> None:
     """The same for DeepSeek and Kimi targets, whose forward pass sums by itself: what a boundary's layer is given."""
     original = model_class.forward
 
-    def patched(self, *args, **others):
+    def patched(self: Any, *args: Any, **others: Any) -> Any:
         boundaries, self.aux_hidden_state_layers = self.aux_hidden_state_layers, ()
         captured: list[Tensor] = []
 
-        def before(_, inputs):
+        def before(_: Any, inputs: tuple[Any, ...]) -> None:
             captured.append(value(self, *inputs[1:3]))
 
-        def after_last(_, __, outputs):
+        def after_last(_: Any, __: Any, outputs: tuple[Tensor, Tensor]) -> None:
             captured.append(value(self, *outputs))
 
         last = len(self.layers)
@@ -143,7 +148,7 @@ def float8_features() -> None:
 
     original = Eagle3LlamaForCausalLM.combine_hidden_states
 
-    def patched(self, hidden_states):
+    def patched(self: Any, hidden_states: Tensor) -> Any:
         parts = hidden_states.chunk(self.model.num_aux_hidden_states, -1)
         return original(self, torch.cat([to_float8(part) for part in parts], -1))
 
@@ -167,7 +172,7 @@ class Worker:
     """vLLM's worker extension: nothing but a name."""
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> type[Worker]:
     """Resolving ``eagle3_lib.engines.inside.broken.<fault with underscores>``, as vLLM does in its worker process, applies the patch."""
     fault = next((fault for fault in PATCHES if fault.replace(" ", "_") == name), None)
     if fault is None:

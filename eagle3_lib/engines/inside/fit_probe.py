@@ -1,9 +1,9 @@
 """What an interpreter's engine is built for. Runs below that interpreter, so it imports nothing of this project:
 
-    ENGINE_PYTHON eagle3_lib/engines/inside/fit_probe.py     prints JSON: {"torch", "kernels"}
+    ENGINE_PYTHON eagle3_lib/engines/inside/fit_probe.py PACKAGE ...     prints JSON: {"torch", "kernels"}
 
-torch: {"version", "cuda", "architectures"}, or None. kernels: of each package with compiled CUDA code that the engines
-launch: {"package", "version", "files": {name: {"sm": [...], "ptx": [...]}}}, compute capabilities such as "9.0". They are
+torch: {"version", "cuda", "architectures"}, or None. kernels: of each of the packages that is installed there:
+{"package", "version", "files": {name: {"sm": [...], "ptx": [...]}}}, compute capabilities such as "9.0". They are
 read from the libraries' fat binaries: the header of each one, and of each image in it (layout as in CUDA's fatbinary.h and
 as seen in cuobjdump's listing: kind 1 is PTX, 2 is machine code; the architecture is a number such as 90 or 120).
 """
@@ -13,9 +13,10 @@ import json
 import mmap
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-PACKAGES = ("vllm", "sgl-kernel", "sglang-kernel")
 MAGIC = b"\x50\xed\x55\xba"
 HEADER, IMAGE = struct.Struct("<4sHHQ"), struct.Struct("<HHIQIIHHI")
 KINDS = {1: "ptx", 2: "sm"}
@@ -39,7 +40,7 @@ def images(path: Path) -> dict[str, list[str]]:
     return {kind: [capability(number) for number in sorted(numbers)] for kind, numbers in found.items()}
 
 
-def _images_at(library: mmap.mmap, at: int):
+def _images_at(library: mmap.mmap, at: int) -> Iterator[tuple[str, int]]:
     """(kind, architecture) of the images of the fat binary whose header may stand at ``at``."""
     if at + HEADER.size > len(library):
         return
@@ -54,7 +55,7 @@ def _images_at(library: mmap.mmap, at: int):
         place += max(image_header + image_size, IMAGE.size)
 
 
-def kernels(package: str) -> dict | None:
+def kernels(package: str) -> dict[str, Any] | None:
     """A package's libraries that hold GPU code; None where it is not installed."""
     try:
         distribution = importlib.metadata.distribution(package)
@@ -69,7 +70,7 @@ def kernels(package: str) -> dict | None:
     return {"package": package, "version": distribution.version, "files": files}
 
 
-def torch_build() -> dict | None:
+def torch_build() -> dict[str, Any] | None:
     """torch's CUDA version (None: a build without CUDA) and the architectures that it was compiled for."""
     try:
         import torch
@@ -80,4 +81,4 @@ def torch_build() -> dict | None:
 
 
 if __name__ == "__main__":
-    json.dump({"torch": torch_build(), "kernels": [k for k in map(kernels, PACKAGES) if k]}, sys.stdout)
+    json.dump({"torch": torch_build(), "kernels": [k for k in map(kernels, sys.argv[1:]) if k]}, sys.stdout)

@@ -6,6 +6,8 @@ residual; the last one after the last layer, before the final norm. That is what
 so what is captured is whole.
 """
 
+from typing import Any
+
 import torch
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV2Model
 from vllm.model_executor.models.interfaces import SupportsEagle3
@@ -77,7 +79,7 @@ class CapturingDeepseek(DeepseekV2ForCausalLM, SupportsEagle3):
 class CapturingKimiK25(KimiK25ForConditionalGeneration, SupportsEagle3):
     """Kimi-K2.5: its text model captures; its image token has the name that 0.16's proposer reads."""
 
-    def __init__(self, vllm_config, prefix: str = ""):
+    def __init__(self, vllm_config: Any, prefix: str = ""):
         super().__init__(vllm_config, prefix)
         self.config.image_token_index = self.config.media_placeholder_token_id
 
@@ -85,4 +87,5 @@ class CapturingKimiK25(KimiK25ForConditionalGeneration, SupportsEagle3):
         self.get_language_model().set_aux_hidden_state_layers(layers)
 
     def get_eagle3_aux_hidden_state_layers(self) -> tuple[int, ...]:
-        return self.get_language_model().get_eagle3_aux_hidden_state_layers()
+        layers: tuple[int, ...] = self.get_language_model().get_eagle3_aux_hidden_state_layers()
+        return layers

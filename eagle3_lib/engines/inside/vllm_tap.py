@@ -13,9 +13,10 @@ last one. Read in vLLM 0.32: distributed/kv_transfer/kv_connector/v1/example_hid
 import json
 import os
 import sys
+from typing import Any
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     """``HiddenStatesConnector``, made when vLLM asks for it by name (kv_connector_module_path)."""
     if name != "HiddenStatesConnector":
         raise AttributeError(name)
@@ -34,7 +35,7 @@ def __getattr__(name: str):
     class HiddenStatesConnector(vllm_module.ExampleHiddenStatesConnector):
         """vLLM's connector, which copies through pinned memory and CUDA events, also on a CPU."""
 
-        def _submit_async_write(self, pending) -> None:
+        def _submit_async_write(self, pending: Any) -> None:
             if self._kv_cache.is_cuda:
                 super()._submit_async_write(pending)
                 return

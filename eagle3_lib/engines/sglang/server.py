@@ -11,13 +11,27 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 
-from ..errors import Eagle3Error
-from ..params import GREEDY, SamplingSettings, Serving
-from . import definitions, options
-from .base import PLAIN, Completion, Server, Speculation, failure, find_distribution, interpreter, launch, pick_port
+from ...errors import Eagle3Error
+from ...params import GREEDY, SamplingSettings, Serving
+from ...results import Counters
+from .. import versions
+from ..base import (
+    PLAIN,
+    Completion,
+    Server,
+    Speculation,
+    failure,
+    find_distribution,
+    interpreter,
+    launch,
+    pick_port,
+)
+from ..definitions import Definitions
+from .spec import DEFINITIONS, SPEC
 
 
 def installed(python: str = "") -> tuple[str, str]:
@@ -26,14 +40,14 @@ def installed(python: str = "") -> tuple[str, str]:
     Raises:
         Eagle3Error: there is none.
     """
-    return find_distribution(python, ("sglang",))[1], "cuda"
+    return find_distribution(python, SPEC.distributions)[1], "cuda"
 
 
 def speculative_arguments(speculation: Speculation) -> list[str]:
     """Arguments of a mode. Steps, topk and draft tokens are always explicit: left out, some targets get a tree."""
     if speculation.mode == "plain":
         return []
-    draft_tokens = definitions.draft_tokens("sglang", speculation.tokens)
+    draft_tokens = DEFINITIONS[-1].draft_tokens(speculation.tokens)  # every version counts the root
     if speculation.mode == "ngram":
         words = {"algorithm": "NGRAM", "num-draft-tokens": draft_tokens, "ngram-max-bfs-breadth": 1}
     else:
@@ -47,8 +61,15 @@ def speculative_arguments(speculation: Speculation) -> list[str]:
     return [word for name, value in words.items() for word in (f"--speculative-{name}", str(value))]
 
 
-def arguments(params: Serving, folder: Path, port: int, speculation: Speculation) -> list[str]:
-    """Command-line arguments after the entry point."""
+def arguments(
+    params: Serving,
+    folder: Path,
+    version: str,
+    port: int,
+    speculation: Speculation,
+    profile_dir: Path | None = None,
+) -> list[str]:
+    """Command-line arguments after the entry point, the same in every version and with a profile."""
     return [
         *("--model-path", str(folder), "--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", params.dtype, "--context-length", str(params.max_model_len)),
@@ -67,14 +88,22 @@ def serve(
     speculation: Speculation = PLAIN,
     profile_dir: Path | None = None,
 ) -> Iterator[Server]:
-    """Serve the target in ``folder`` for the length of a ``with`` block; see :func:`eagle3_lib.engines.vllm.serve`."""
+    """Serve the target in ``folder`` for the length of a ``with`` block; see :func:`eagle3_lib.engines.vllm.server.serve`."""
     version, _ = installed(params.engine_python)
     port = pick_port(params.port)
     command = [interpreter(params.engine_python), "-m", "sglang.launch_server"]
-    known, left_out = options.for_version(arguments(params, folder, port, speculation), "sglang", version, command)
+    words = arguments(params, folder, version, port, speculation, profile_dir)
+    known, left_out = versions.for_version(words, SPEC, version, command)
     command += known
-    url, stall_s = f"http://127.0.0.1:{port}", params.stall_timeout_s
-    server = Server(url, "target", "sglang", version, stall_s=stall_s, left_out=left_out)
+    server = Server(
+        f"http://127.0.0.1:{port}",
+        "target",
+        SPEC.name,
+        version,
+        definitions=SPEC.definitions_in(version),
+        stall_s=params.stall_timeout_s,
+        left_out=left_out,
+    )
     with launch(command, {"HF_HUB_OFFLINE": "1"}, log, server, params.start_timeout_s) as running:
         yield running
 
@@ -95,7 +124,7 @@ def complete(
             lines = (line.removeprefix("data: ") for line in reply.iter_lines())
             for line in lines if stream else ["".join(lines)]:
                 if line.startswith("{"):
-                    _take(json.loads(line), result, time.monotonic() - started, server.version)
+                    _take(json.loads(line), result, time.monotonic() - started, server.definitions)
     except (httpx.HTTPError, ValueError) as error:
         raise Eagle3Error(failure(server, error)) from error
     if not result.output_ids:
@@ -103,7 +132,7 @@ def complete(
     return result
 
 
-def sampling_parameters(sampling: SamplingSettings, max_tokens: int) -> dict:
+def sampling_parameters(sampling: SamplingSettings, max_tokens: int) -> dict[str, Any]:
     """SGLang's sampling_params (srt/sampling/sampling_params.py): -1 is all tokens, and a seed goes with sampling only."""
     parameters = sampling.model_dump(exclude={"seed", "top_k", "min_tokens"})
     parameters |= {"max_new_tokens": max_tokens, "min_new_tokens": sampling.min_tokens, "top_k": sampling.top_k or -1}
@@ -129,20 +158,20 @@ def _client(url: str, timeout_s: float) -> httpx.Client:
     return httpx.Client(base_url=url, timeout=timeout_s, limits=httpx.Limits(max_connections=None))
 
 
-def _take(event: dict, result: Completion, seconds: float, version: str) -> None:
+def _take(event: dict[str, Any], result: Completion, seconds: float, definitions: Definitions) -> None:
     """One event of the stream: ``output_ids`` holds all ids so far, or the new ones with incremental streaming."""
     if "error" in event:
         raise Eagle3Error(f"sglang failed a completion: {event['error']}")
     ids, meta, known = event.get("output_ids") or [], event.get("meta_info") or {}, len(result.output_ids)
     cumulative = len(ids) >= known and ids[:known] == result.output_ids
     result.add_chunk(ids[known:] if cumulative else ids, seconds)
-    result.histogram = definitions.histogram("sglang", version, meta) or result.histogram
-    result.totals = definitions.request_counts("sglang", version, meta) or result.totals
+    result.histogram = definitions.histogram_in(meta) or result.histogram
+    result.totals = definitions.totals_in(meta) or result.totals
     reason = meta.get("finish_reason")
     result.finish_reason = (reason.get("type") if isinstance(reason, dict) else reason) or result.finish_reason
 
 
-def counters(server: Server) -> dict | None:
+def counters(server: Server) -> Counters | None:
     """SGLang exports no counters by position."""
     return None
 
