@@ -12,8 +12,8 @@ from ..compat.config_value import config_sentence as config_sentence  # for the 
 from ..compat.findings import SEVERITIES, worst
 from ..compat.rules import Target, captured, default_runner, rules
 from ..drafter import checkpoint
-from ..engines.base import find_distribution
-from ..engines.registry import ENGINES, interpreter
+from ..engines.base import find_distribution, interpreter
+from ..engines.registry import ENGINES
 from ..errors import Eagle3Error
 from ..files import write_json
 from ..manifest import stage

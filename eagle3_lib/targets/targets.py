@@ -22,7 +22,8 @@ from ..errors import Eagle3Error
 from ..files import sha256
 from ..params import NEUTRAL_SAMPLING
 from ..paths import project_path, short_path
-from .identity import SMOLLM2, SMOLLM2_WHEEL, is_hub_id
+from .identity import SMOLLM2 as SMOLLM2
+from .identity import SMOLLM2_WHEEL, is_hub_id
 
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
