@@ -9,15 +9,19 @@ import itertools
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbconvert import HTMLExporter
 
+from .. import results
 from ..errors import Eagle3Error
 from ..files import whole_folder, write_text
 from ..params import STAGES
 from ..paths import project_path, short_path
+from ..results import Report
 from . import leaks
 from .runs_index import TEMPLATES, write_index
 
@@ -43,7 +47,7 @@ def run(name: str, to: str = "reports", allow: tuple[str, ...] = (), alone: bool
     notebooks = {path.stem: path for path in sorted((source / "notebooks").glob("*.ipynb"))}
     if REPORT not in notebooks or not report_json.is_file():
         raise Eagle3Error(f"{short_path(source)}: found no executed {REPORT}; run the workflow first")
-    report = json.loads(report_json.read_text())
+    report = results.check(Report, results.read_json(report_json), short_path(report_json), results.REPORT_SCHEMA)
     pages = {stem: "index.html" if stem == REPORT else f"{stem}.html" for stem in notebooks}
     with whole_folder(folder) as work:
         read = {stem: nbformat.read(path, as_version=4) for stem, path in notebooks.items()}
@@ -60,7 +64,12 @@ def run(name: str, to: str = "reports", allow: tuple[str, ...] = (), alone: bool
 
 
 def page(
-    notebook, stem: str, pages: dict[str, str], report: dict, manifests: dict[str, dict], alone: bool = False
+    notebook,
+    stem: str,
+    pages: dict[str, str],
+    report: Mapping[str, Any],
+    manifests: dict[str, dict],
+    alone: bool = False,
 ) -> str:
     """One executed notebook as a page; the report's own carries the finding, and where everything comes from.
 
@@ -97,7 +106,7 @@ def page(
     return text.replace('href="figures/', f'href="{_figures(stem)}/')
 
 
-def finding(report: dict) -> str:
+def finding(report: Mapping[str, Any]) -> str:
     """What the run found, in one paragraph."""
     return " ".join(
         f"{engine} {found['version']}. "
@@ -134,24 +143,34 @@ def _manifest(notebook, stem: str) -> dict:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def _facts(report: dict, manifest: dict, stem: str) -> list[tuple[str, str]]:
+def _facts(report: Mapping[str, Any], manifest: dict, stem: str) -> list[tuple[str, str]]:
     """The line under the finding: run, date, commit, machine, engines, time."""
     stages = report["stages"]
     git = (manifest or stages[-1])["git"]
-    hardware, versions = (report["preflight"][key] for key in ("hardware", "versions"))
+    looked = report["preflight"] or {"hardware": None, "versions": manifest.get("versions", {})}
+    hardware, versions = looked["hardware"], looked["versions"]
+    machine = (
+        [
+            ("machine", f"{hardware['cores']} cores of {hardware['cpu']}, {hardware['memory_gib']} GiB"),
+            ("GPUs", ", ".join(gpu["name"] for gpu in hardware["gpus"]) or "none"),
+        ]
+        if hardware
+        else []
+    )
     seconds = sum(stage["seconds"] for stage in stages) if stem == REPORT else manifest.get("seconds")
     return [
         ("run", report["run"]),
         ("date", (manifest or stages[-1])["started"][:10]),
         ("commit", f"{(git['commit'] or 'none')[:12]}{' with changes' if git['dirty'] else ''}"),
-        ("machine", f"{hardware['cores']} cores of {hardware['cpu']}, {hardware['memory_gib']} GiB"),
-        ("GPUs", ", ".join(gpu["name"] for gpu in hardware["gpus"]) or "none"),
+        *machine,
         *((package, versions[package]) for package in ENGINES if package in versions),
         *([("all stages" if stem == REPORT else "stage", f"{seconds:.0f} s")] if seconds is not None else []),
     ]
 
 
-def _provenance(report: dict, manifests: dict[str, dict], stem: str) -> list[tuple[str, list[tuple[str, str]]]]:
+def _provenance(
+    report: Mapping[str, Any], manifests: dict[str, dict], stem: str
+) -> list[tuple[str, list[tuple[str, str]]]]:
     """What it takes to make the page again: command, parameters other than the defaults, inputs, versions, times.
 
     The report's page has those of every stage.
@@ -174,7 +193,7 @@ def _provenance(report: dict, manifests: dict[str, dict], stem: str) -> list[tup
         ("Parameters other than the defaults", params),
         ("Inputs", inputs),
         ("Stages", times if stem == REPORT else []),
-        ("Versions", list(own.get("versions", report["preflight"]["versions"]).items())),
+        ("Versions", list(own.get("versions", (report["preflight"] or {}).get("versions", {})).items())),
     ]
     return [(heading, rows) for heading, rows in parts if rows]
 
@@ -211,6 +230,7 @@ def _copy_data(source: Path, folder: Path) -> None:
     for path in [
         *source.glob("benchmark/*/*/benchmark.json"),
         *source.glob("replay/*/*/replay.json"),
+        *source.glob("replay/*/*/verdict.json"),
         *source.glob("params/*.yaml"),
         source / "train" / "log.jsonl",
     ]:

@@ -1,13 +1,16 @@
 """reports/index.html: every published run with its key figures, and any of them side by side."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from .. import results
+from ..errors import Eagle3Error
 from ..files import write_text
+from ..paths import short_path
+from .report import machine
 
 TEMPLATES = Path(__file__).with_name("template")
 
@@ -50,16 +53,24 @@ def entries(path: Path) -> list[dict]:
     Returns:
         for each engine and mode {"run", "href", "engine", "mode", "verdict", "machine", "target", "date", "commit",
         "figures": {key of FIGURES: {"value", "low", "high"} or {"value"}}}; what a mode does not have is left out.
+    Raises:
+        Eagle3Error: the file is no report.json.
     """
-    report = json.loads(path.read_text())
-    preflight, last = report["preflight"], report["stages"][-1]
-    hardware = preflight["hardware"]
+    report = results.read_json(path)
+    try:
+        return _entries(report, path.parent.name)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:  # pages of earlier versions are listed too
+        raise Eagle3Error(f"{short_path(path)}: found no report that stage 09 wrote: {error!r}") from error
+
+
+def _entries(report: dict, folder: str) -> list[dict]:
+    last, preflight = report["stages"][-1], report["preflight"]
+    target = "" if preflight is None else Path(preflight["target"]["folder"]).name
     common = {
         "run": report["run"],
-        "href": f"{path.parent.name}/index.html",
-        "machine": ", ".join(gpu["name"] for gpu in hardware["gpus"])
-        or f"{hardware['cores']} cores, {hardware['cpu']}",
-        "target": Path(preflight["target"]["folder"]).name,
+        "href": f"{folder}/index.html",
+        "machine": machine(report),
+        "target": target,
         "date": last["started"][:10],
         "commit": (last["git"]["commit"] or "none")[:10],
     }

@@ -183,3 +183,31 @@ def test_error_bars_reach_from_low_to_high():
         pytest.approx([0.1, 0.0]),
         pytest.approx([0.2, 0.1]),
     ]
+
+
+@pytest.mark.parametrize("values", [{}, [], {"engines": {}}, {"stages": [], "preflight": None}])
+def test_what_is_no_report_is_one_error_in_the_list_of_runs(tmp_path, values):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "report.json").write_text(json.dumps(values))
+    with pytest.raises(Eagle3Error, match="report.json: found no report that stage 09 wrote"):
+        runs_index.write_index(tmp_path)
+
+
+@pytest.mark.parametrize("values", [{}, {"schema": 2, "run": "r"}])
+def test_a_report_of_another_version_is_not_published(tmp_path, monkeypatch, values):
+    monkeypatch.setattr(publish, "project_path", lambda path: tmp_path / path)
+    for folder in ("diagnose", "notebooks"):
+        (tmp_path / "runs" / "r" / folder).mkdir(parents=True)
+    (tmp_path / "runs" / "r" / "diagnose" / "report.json").write_text(json.dumps(values))
+    (tmp_path / "runs" / "r" / "notebooks" / "09_diagnose.ipynb").write_text("{}")
+    with pytest.raises(
+        Eagle3Error, match="report.json: schema: found .*, expected 3; run the stage that writes it again"
+    ):
+        publish.run("r")
+
+
+def test_pages_of_a_machine_that_nobody_looked_at():
+    report = json.loads(REPORT.read_text()) | {"preflight": None}
+    notebook = v4.new_notebook(cells=[v4.new_markdown_cell("# 09 Diagnosis")])
+    page = publish.page(notebook, "09_diagnose", {"09_diagnose": "index.html"}, report, {})
+    assert "<dt>machine</dt>" not in page and f"<dt>run</dt><dd>{report['run']}</dd>" in page
