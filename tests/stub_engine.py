@@ -6,46 +6,46 @@ hang: accepts the next completion and never answers, while /health stays at 200.
 never becomes healthy. An answer echoes ten token ids, one a chunk.
 """
 
+import asyncio
+import itertools
 import json
 import os
 import sys
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 PORT, FAULT, ANSWERS = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-answered = 0
+asked = itertools.count(1)
 
 
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        self.send_response(503 if FAULT == "load" else 200)
-        self.end_headers()
-
-    def do_POST(self):
-        global answered
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if answered >= ANSWERS:
-            print(f"answer {answered + 1}: {FAULT}", flush=True)
-            time.sleep(600) if FAULT == "hang" else os._exit(7)
-        answered += 1
-        self.send_response(200)
-        if body.get("stream"):
-            self.send_header("content-type", "text/event-stream")
-            self.end_headers()
-            for token in range(10):
-                self.wfile.write(f"data: {json.dumps(self.reply([token]))}\n\n".encode())
-            self.wfile.write(b"data: [DONE]\n\n")
-        else:
-            self.send_header("content-type", "application/json")
-            self.end_headers()
-            self.wfile.write(json.dumps(self.reply(list(range(10)))).encode())
-
-    def reply(self, token_ids):
-        choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": token_ids}
-        return {"id": "1", "object": "text_completion", "created": 0, "model": "target", "choices": [choice]}
+def reply(token_ids: list[int]) -> dict:
+    """A completion, or a chunk of one, with these ids."""
+    choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": token_ids}
+    return {"id": "1", "object": "text_completion", "created": 0, "model": "target", "choices": [choice]}
 
 
-ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
+async def health(_: Request) -> Response:
+    return Response(status_code=503 if FAULT == "load" else 200)
+
+
+async def completions(request: Request) -> Response:
+    body = await request.json()
+    number = next(asked)
+    if number > ANSWERS:
+        print(f"answer {number}: {FAULT}", flush=True)
+        if FAULT == "die":
+            os._exit(7)
+        await asyncio.sleep(600)
+    if not body.get("stream"):
+        return JSONResponse(reply(list(range(10))))
+    events = [f"data: {json.dumps(reply([token]))}\n\n" for token in range(10)]
+    return StreamingResponse(iter([*events, "data: [DONE]\n\n"]), media_type="text/event-stream")
+
+
+app = Starlette(routes=[Route("/health", health), Route("/v1/completions", completions, methods=["POST"])])
+# SIGTERM ends it at once, whatever hangs.
+uvicorn.run(app, host="127.0.0.1", port=PORT, log_level="critical", lifespan="off", timeout_graceful_shutdown=0)

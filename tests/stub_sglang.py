@@ -9,10 +9,14 @@ STUB_SHIFT=1 hands over each stream one layer late.
 import argparse
 import json
 import os
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 parser = argparse.ArgumentParser(allow_abbrev=False)
 for name in (
@@ -65,36 +69,37 @@ def hidden_states(ids: list[int], max_new_tokens: int) -> list:
     return [rows[start:].tolist()][:max_new_tokens]
 
 
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        self.answer({}, 200 if self.path == "/health" else 404)
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if self.path == "/v1/completions":
-            choice = {"index": 0, "text": "", "finish_reason": "length"}
-            self.answer({"id": "1", "object": "text_completion", "created": 0, "model": "target", "choices": [choice]})
-            return
-        ids, new = body["input_ids"], body["sampling_params"]["max_new_tokens"]
-        meta = {"finish_reason": {"type": "length", "length": new}, "prompt_tokens": len(ids), "completion_tokens": new}
-        if body.get("return_hidden_states"):
-            if not (ARGS.enable_return_hidden_states or ARGS.enable_return_aux_hidden_states):
-                self.answer({"error": {"message": "The server is not configured to return hidden states."}}, 400)
-                return
-            if len(ids) + new > ARGS.context_length:
-                self.answer({"error": {"message": "longer than the model's context length"}}, 400)
-                return
-            meta["hidden_states"] = hidden_states(ids, new)
-        self.answer({"text": "", "output_ids": [1] * new, "meta_info": meta})
-
-    def answer(self, value: dict, status: int = 200):
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(value).encode())
+async def health(_: Request) -> Response:
+    return JSONResponse({})
 
 
-ThreadingHTTPServer((ARGS.host, ARGS.port), Handler).serve_forever()
+async def completions(_: Request) -> Response:
+    choice = {"index": 0, "text": "", "finish_reason": "length"}
+    return JSONResponse({"id": "1", "object": "text_completion", "created": 0, "model": "target", "choices": [choice]})
+
+
+async def generate(request: Request) -> Response:
+    body = await request.json()
+    ids, new = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+    meta = {"finish_reason": {"type": "length", "length": new}, "prompt_tokens": len(ids), "completion_tokens": new}
+    if body.get("return_hidden_states"):
+        if not (ARGS.enable_return_hidden_states or ARGS.enable_return_aux_hidden_states):
+            return refusal("The server is not configured to return hidden states.")
+        if len(ids) + new > ARGS.context_length:
+            return refusal("longer than the model's context length")
+        meta["hidden_states"] = hidden_states(ids, new)
+    return JSONResponse({"text": "", "output_ids": [1] * new, "meta_info": meta})
+
+
+def refusal(message: str) -> Response:
+    return JSONResponse({"error": {"message": message}}, 400)
+
+
+app = Starlette(
+    routes=[
+        Route("/health", health),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/generate", generate, methods=["POST"]),
+    ]
+)
+uvicorn.run(app, host=ARGS.host, port=ARGS.port, log_level="warning", lifespan="off", timeout_graceful_shutdown=0)

@@ -5,6 +5,7 @@ So it needs no GPU and no working install, and works on the Python files of any 
 
 import ast
 import importlib.util
+import subprocess
 import zipfile
 from functools import cache
 from pathlib import Path
@@ -14,12 +15,25 @@ from .findings import Finding
 
 INTERFACE = {"vllm": "SupportsEagle3", "sglang": "set_eagle3_layers_to_capture"}
 MODELS = {"vllm": "model_executor/models", "sglang": "srt/models"}
+TREE_PROBE = """
+import importlib.util, sys
+spec = importlib.util.find_spec(sys.argv[1])
+print(spec.submodule_search_locations[0] if spec and spec.submodule_search_locations else "")
+"""
 
 
-def source_tree(engine: str) -> Path | None:
-    """The package folder of an engine installed in this interpreter, found without importing it."""
-    spec = importlib.util.find_spec(engine)
-    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+def source_tree(engine: str, python: str = "") -> Path | None:
+    """The package folder of an engine installed in an interpreter ("" is this one), found without importing it.
+
+    Returns:
+        None where the engine is not installed there, or its files cannot be read from here.
+    """
+    if not python:
+        spec = importlib.util.find_spec(engine)
+        return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+    done = subprocess.run([python, "-c", TREE_PROBE, engine], capture_output=True, text=True)
+    told = done.stdout.strip()
+    return Path(told) if told and (Path(told) / MODELS[engine]).is_dir() else None
 
 
 def unpack(wheel: Path, folder: Path) -> Path:

@@ -1,7 +1,7 @@
 """What a run will need and what of it would fail, told without a GPU and without weights.
 
-    python -m eagle3_lib.compat.plan kimi_k25        params/kimi_k25.yaml
-    python -m eagle3_lib.compat.plan path/to/mine.yaml
+    eagle3 plan kimi_k25        params/kimi_k25.yaml
+    eagle3 plan path/to/mine.yaml
 
 A target or drafter that is not on this machine is taken from eagle3_lib/targets/configs, by the last part of its name. Hours
 follow from the rates of the params file's section ``expect``; without it none are told.
@@ -9,7 +9,6 @@ follow from the rates of the params file's section ``expect``; without it none a
 
 import json
 import shlex
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -481,15 +480,3 @@ def _figure_lines(expect: dict) -> list[str]:
         for stage in STAGES
         for name, value in expect.get(stage, {}).items()
     ]
-
-
-def main() -> None:
-    name = (sys.argv[1:2] or ["quickstart"])[0]
-    try:
-        print(text(compute(Run(name if name.endswith(".yaml") else f"params/{name}.yaml"))))
-    except Eagle3Error as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,92 +1,139 @@
 """Reading what stage 07 measured, apart from measuring it, so that the stages after it need no HTTP client."""
 
-import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
+from .. import results
 from ..errors import Eagle3Error
 from ..params import SamplingSettings
 from ..paths import project_path, short_path
+from ..results import Benchmark, MeasuredRequest
 from . import meaning
 from .options import number_after
 
-DTYPES = ("float32", "bfloat16", "float16")
+
+@dataclass(frozen=True)
+class Rounds:
+    """A benchmark whose rounds can be replayed. sampling: how its tokens were chosen; told: the settings that it says."""
+
+    bench: Benchmark
+    sampling: SamplingSettings
+    told: tuple[str, ...]
 
 
-def read(folder: str | Path) -> dict:
-    """A benchmark.json that :func:`run` wrote."""
+def read(folder: str | Path) -> Benchmark:
+    """A benchmark.json: stage 07's, or one written from another run.
+
+    Raises:
+        Eagle3Error: there is none, or its fields are not those of :class:`eagle3_lib.results.Benchmark`.
+    """
     path = project_path(folder) / "benchmark.json"
     if not path.is_file():
         raise Eagle3Error(f"{short_path(path)}: no such file; run stage benchmark first")
-    return json.loads(path.read_text())
+    values = results.read_json(path)
+    return results.check(Benchmark, values, short_path(path), results.BENCHMARK_SCHEMA, needs_schema=False)
 
 
-def read_rounds(folder: str | Path) -> dict:
-    """A benchmark.json whose rounds can be replayed: stage 07's, or one written from another run.
+def read_rounds(folder: str | Path) -> Rounds:
+    """A benchmark.json whose rounds can be replayed.
 
-    Needed are "mode", "target", "positions" (K) and "requests", each with "id", "prompt_ids", "output_ids" and "accepted".
-    "sampling" (fields of SamplingSettings), or "temperature" alone, says how the tokens were chosen; a field that is missing
-    is taken as that of greedy decoding, and is not among those of "sampling_told".
+    "sampling" (fields of SamplingSettings), or "temperature" alone, says how the tokens were chosen; a setting that is
+    missing is taken as that of greedy decoding.
 
     Raises:
-        Eagle3Error: a field is missing or of a wrong kind, no request has rounds, or counts pass K.
+        Eagle3Error: a field is missing or of a wrong kind, no request has rounds, rounds cannot be those of the answers or
+            of K, or the engine was set to accept otherwise than by the target.
     """
     bench = read(folder)
     where = short_path(project_path(folder) / "benchmark.json")
-    positions, requests = _field(bench, "positions", int, where), _field(bench, "requests", list, where)
-    if not positions or (requests and all(request.get("accepted") is None for request in requests)):
-        raise Eagle3Error(f"{where}: mode {bench.get('mode')!r} has no rounds; expected a drafter's run")
-    if positions < 0:
-        raise Eagle3Error(f"{where}: positions: found {positions}, expected K, the drafts of a round")
-    if not requests:
-        raise Eagle3Error(f"{where}: requests: found none, expected at least one")
-    for name in ("mode", "target"):
-        _field(bench, name, str, where)
-    if bench.get("dtype", "float32") not in DTYPES:
-        raise Eagle3Error(f"{where}: dtype: found {bench['dtype']!r}, expected one of {', '.join(DTYPES)}")
-    chunks, seen = bench.get("evidence") == "chunks", set()
-    for index, request in enumerate(requests):
-        name = _field(request, "id", object, f"{where}: requests: [{index}]")
-        if name in seen:
-            raise Eagle3Error(f"{where}: requests: id: found {name!r} twice, expected a name for each")
-        seen.add(name)
-        _check_request(request, f"{where}: requests: {name}", positions, chunks)
-    told = {name: bench[name] for name in ("temperature",) if name in bench} | bench.get("sampling", {})
+    positions, requests = bench["positions"], bench["requests"]
+    if not positions or all(request["accepted"] is None for request in requests):
+        raise Eagle3Error(f"{where}: mode {bench['mode']!r} has no rounds; expected a drafter's run")
+    _refuse_twice([request["id"] for request in requests], where)
+    if bench.get("evidence") != "chunks":
+        for request in requests:
+            _refuse_above(request, positions, f"{where}: requests: {request['id']}")
+    if "cross_check" not in bench:  # stage 07 holds its rounds against the engine's own counts
+        _refuse_other_counts(requests, positions, f"{where}: requests")
+    told: dict[str, object] = {"temperature": bench["temperature"]} if "temperature" in bench else {}
+    told |= bench.get("sampling", {})
     sampling = SamplingSettings.check(told, f"{where}: sampling")
     options, arguments = bench.get("speculative_options", {}), bench.get("engine_args", [])
     if options or arguments:
         meaning.refuse(bench.get("engine", "vllm"), options, arguments, {}, sampling.temperature)
-    return bench | {"sampling": sampling, "sampling_told": sorted(told)}
+    return Rounds(bench, sampling, tuple(sorted(told)))
 
 
-def _field(values: dict, name: str, kind: type, where: str):
-    if not isinstance(values, dict):
-        raise Eagle3Error(f"{where}: found {type(values).__name__}, expected fields")
-    if name not in values:
-        raise Eagle3Error(f"{where}: {name}: found none, expected {kind.__name__}")
-    if not isinstance(values[name], kind):
-        raise Eagle3Error(f"{where}: {name}: found {type(values[name]).__name__}, expected {kind.__name__}")
-    return values[name]
+def _refuse_twice(ids: Sequence[str | int], where: str) -> None:
+    seen: set[str | int] = set()
+    for name in ids:
+        if name in seen:
+            raise Eagle3Error(f"{where}: requests: id: found {name!r} twice, expected a name for each")
+        seen.add(name)
 
 
-def _check_request(request: dict, where: str, positions: int, chunks: bool) -> None:
-    """Refuse a request without tokens, or with counts that cannot be accepted drafts of rounds of K."""
-    _field(request, "accepted", object, where)
-    told = [name for name in ("accepted", "drafted", "chunks") if request.get(name) is not None]
-    for name in ("prompt_ids", "output_ids", *told):
-        values = _field(request, name, list, where)
-        if wrong := [value for value in values if type(value) is not int or value < 0]:
-            raise Eagle3Error(f"{where}: {name}: found {wrong[0]!r}, expected whole numbers from 0 on")
-    if not request["prompt_ids"]:
-        raise Eagle3Error(f"{where}: prompt_ids: found none, expected at least one")
-    for name in () if chunks else {"accepted", "drafted"} & set(told):
-        most = max(request[name], default=0)
+def _refuse_above(request: MeasuredRequest, positions: int, where: str) -> None:
+    """Refuse counts above K."""
+    for name, counts in (("accepted", request["accepted"]), ("drafted", request.get("drafted"))):
+        most = max(counts or [], default=0)
+        if most == positions + 1 and name == "accepted":
+            raise Eagle3Error(
+                f"{where}: accepted: found a round of {most}, expected at most positions = {positions}; is the bonus token "
+                f"counted in? accepted is without it"
+            )
         if most > positions:
             raise Eagle3Error(f"{where}: {name}: found a round of {most}, expected at most positions = {positions}")
 
 
-def prompts_in_chunks(bench: dict) -> int:
+def _refuse_other_counts(requests: Sequence[MeasuredRequest], positions: int, where: str) -> None:
+    """Refuse counts that are those of no engine because of how they were written down.
+
+    Prefill emits one token, each round its accepted drafts and one more. A histogram can have no entry above K.
+    """
+    told = [request for request in requests if request["accepted"] and len(request["output_ids"]) > 1]
+    for request in told:
+        if len(request.get("histogram") or []) > positions + 1:
+            raise Eagle3Error(
+                f"{where}: {request['id']}: histogram: found {len(request['histogram'] or [])} entries, expected at most "
+                f"positions + 1 = {positions + 1}"
+            )
+    if not told:
+        return
+    if all(_too_many(request) for request in told) and all(_fits_with_bonus(request) for request in told):
+        raise Eagle3Error(
+            f"{where}: accepted: found counts that sum to the emitted tokens in every request, expected accepted drafts "
+            f"without the bonus token (one less in each round)"
+        )
+    shown = any(request.get("chunks") or 0 in (request.get("drafted") or []) for request in told)
+    missing = [_missing(request) for request in told]
+    if not shown and len(told) > 1 and min(missing) > 0 and max(missing) > 1 and max(missing) <= positions + 1:
+        raise Eagle3Error(
+            f"{where}: accepted: found rounds that emit {min(missing)} to {max(missing)} tokens less than the answer has, in "
+            f"every request; is the first round left out? Prefill emits the first token, and every round after it counts. An "
+            f"engine that took steps without drafts needs the tokens of each streamed chunk beside them (chunks)"
+        )
+
+
+def _missing(request: MeasuredRequest) -> int:
+    """Tokens of an answer that its rounds do not emit; negative where they emit more."""
+    accepted = request["accepted"] or []
+    return len(request["output_ids"]) - 1 - sum(accepted) - len(accepted)
+
+
+def _too_many(request: MeasuredRequest) -> bool:
+    """Whether the rounds emit more tokens than the end of the answer can hide."""
+    return -_missing(request) > (request["accepted"] or [0])[-1]
+
+
+def _fits_with_bonus(request: MeasuredRequest) -> bool:
+    """Whether the counts fit the answer if each holds its round's bonus token too."""
+    accepted = request["accepted"] or []
+    past_end = 1 + sum(accepted) - len(request["output_ids"])
+    return min(accepted, default=0) > 0 and 0 <= past_end < accepted[-1]
+
+
+def prompts_in_chunks(bench: Benchmark) -> int:
     """How many prompts the engine may have prefilled in several chunks, by the budget in its command-line words."""
     budget = number_after(bench.get("engine_args", []), "--max-num-batched-tokens", "--chunked-prefill-size")
     lengths = [len(request["prompt_ids"]) for request in bench["requests"]]
@@ -97,12 +144,19 @@ def prompts_in_chunks(bench: dict) -> int:
     return sum(length > budget for length in lengths)
 
 
-def throughput(timed: list[dict]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and seconds [prompts] at one request at a time, summed over repeats, in the order of the prompts' ids."""
-    timed = [row for row in timed if row["concurrency"] == 1]
-    ids = sorted({row["id"] for row in timed})
-    total = {i: [0.0, 0.0] for i in ids}
-    for row in timed:
-        total[row["id"]][0] += row["tokens"]
-        total[row["id"]][1] += row["seconds"]
-    return np.array([total[i][0] for i in ids]), np.array([total[i][1] for i in ids])
+def refuse_unknown_ids(bench: Benchmark, vocabulary: int, where: str) -> None:
+    """Refuse token ids that the target does not have.
+
+    Args:
+        vocabulary: size of the target's vocabulary.
+    Raises:
+        Eagle3Error: naming the request and the id.
+    """
+    for request in bench["requests"]:
+        for name, ids in (("prompt_ids", request["prompt_ids"]), ("output_ids", request["output_ids"])):
+            most = max(ids, default=0)
+            if most >= vocabulary:
+                raise Eagle3Error(
+                    f"{where}: requests: {request['id']}: {name}: found the token id {most}, expected ids below "
+                    f"{vocabulary}, the size of the target's vocabulary"
+                )

@@ -115,13 +115,22 @@ def _dotted(release: tuple[int, ...]) -> str:
     return ".".join(map(str, release))
 
 
-def tensor_parallel(engine_args: list[str]) -> int:
-    """The tensor parallel size that an engine was started with, from its command-line words; 1 where they say none."""
-    return number_after(engine_args, "--tensor-parallel-size", "-tp", "--tp-size", "--tp") or 1
+def tensor_parallel(engine_args: Sequence[str]) -> int:
+    """The tensor parallel size that an engine is started with, from its command-line words; 1 where they say none.
+
+    Raises:
+        ValueError: they say something that is no number.
+    """
+    found = _values_after(engine_args, "--tensor-parallel-size", "-tp", "--tp-size", "--tp")
+    return int(found[-1]) if found else 1
 
 
-def number_after(words: list[str], *flags: str) -> int | None:
+def number_after(words: Sequence[str], *flags: str) -> int | None:
     """The number that the last of some options is given; None where there is none, or it turns something off (-1)."""
-    parted = [part for word in words for part in word.split("=", 1)]
-    found = [value for flag, value in pairwise(parted) if flag.replace("_", "-") in flags and value.isdigit()]
+    found = [value for value in _values_after(words, *flags) if value.isdigit()]
     return int(found[-1]) if found else None
+
+
+def _values_after(words: Sequence[str], *flags: str) -> list[str]:
+    parted = [part for word in words for part in word.split("=", 1)]
+    return [value for flag, value in pairwise(parted) if flag.replace("_", "-") in flags]

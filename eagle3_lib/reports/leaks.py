@@ -77,7 +77,7 @@ def refuse(text: str, where: str, allow: tuple[str, ...] = ()) -> None:
     found = [f"{where}: shows {leak.kind}: {leak.shown} (line {leak.line})" for leak in find(text, allow)]
     if found:
         more = [f"and {len(found) - 10} more"] if len(found) > 10 else []
-        hint = "What is harmless passes with: python -m eagle3_lib.reports.publish NAME --allow TEXT"
+        hint = "What is harmless passes with: eagle3 publish NAME --allow TEXT"
         raise Eagle3Error("\n".join([*found[:10], *more, hint]))
 
 

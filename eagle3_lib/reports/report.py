@@ -1,13 +1,14 @@
 """Stage 09: what the report says. It reads the result files of the other stages and computes nothing anew."""
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from ..engines import measured
 from ..params import GREEDY, DiagnoseParams
 from ..paths import project_path
-from ..verdict import acceptance, diagnose, replayed, slices, suspects
+from ..verdict import acceptance, replayed, slices, suspects
 
 ENDS = {  # what becomes of a round: the name on the page, and evidence's
     "all drafts accepted": "full",
@@ -17,54 +18,7 @@ ENDS = {  # what becomes of a round: the name on the page, and evidence's
 }
 
 
-def by_concurrency(plain: dict, other: dict) -> dict[str, dict]:
-    """Throughput over plain at each concurrency: median of the repeats' ratios, and the smallest and largest."""
-    ratios = {
-        level: [ours / theirs for ours, theirs in zip(rates, plain["summary"]["by_concurrency"][level], strict=True)]
-        for level, rates in other["summary"]["by_concurrency"].items()
-    }
-    return {
-        level: {"value": float(np.median(values)), "low": min(values), "high": max(values), "n": len(values)}
-        for level, values in ratios.items()
-    }
-
-
-def cost(plain: dict, other: dict, replay: dict) -> dict:
-    """Time of a round over a plain step, and what of the speedup comes from acceptance and what from cost.
-
-    Steps after prefill, at one request at a time; see :func:`eagle3_lib.verdict.diagnose.speed`.
-    """
-
-    def repeats(run: dict) -> list[dict]:
-        found: dict[int, dict] = {}
-        for row in run["timed"]:
-            if row["concurrency"] == 1:
-                total = found.setdefault(row["repeat"], {"tokens": 0, "seconds": 0.0, "rounds": 0})
-                total["tokens"] += row["tokens"] - 1
-                total["seconds"] += row["seconds"] - row["first_token_s"]
-                total["rounds"] += row["steps"]
-        return list(found.values())
-
-    engine, correct = (replay[f"{who}_acceptance"]["mean_length"]["value"] for who in ("engine", "replay"))
-    result = diagnose.speed(repeats(plain), repeats(other))
-    return diagnose.speed(repeats(plain), repeats(other), result["mean_length"] * correct / engine)
-
-
-def round_costs(run: dict, speedups: dict[str, dict], cost: dict) -> dict[str, float]:
-    """Time of a round in plain steps, by concurrency: mean length over speedup.
-
-    At one request at a time it is the ratio of steps after prefill, at more of whole waves, prefill included.
-    """
-    costs = {}
-    for level, speedup in speedups.items():
-        timed = [row for row in run["timed"] if row["concurrency"] == int(level)]
-        steps = sum(row["steps"] for row in timed)  # 0 where the engine tells no rounds and the answers came whole
-        length = sum(row["tokens"] - 1 for row in timed) / steps if steps else cost["mean_length"]
-        costs[level] = length / speedup["value"]
-    return costs | {"1": cost["step_ratio"]}
-
-
-def break_even_rows(found: dict[str, dict]) -> list[dict]:
+def break_even_rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The break-even model as table rows; ``found``: an engine's "break_even" in the report."""
     return [
         {"drafter": name, "requests at a time": int(level), "measured at": run["measured_K"], **row}
@@ -75,50 +29,22 @@ def break_even_rows(found: dict[str, dict]) -> list[dict]:
     ]
 
 
-def latency(run: dict) -> dict[str, dict]:
-    """Time to the first token and time of each later one, one request at a time: medians over prompts, in seconds."""
-
-    def median(values: np.ndarray) -> np.ndarray:
-        return np.median(values, axis=-1)
-
-    first, later, _ = _prompt_times(run)
-    return {"first_token_s": acceptance.bootstrap(median, first), "later_token_s": acceptance.bootstrap(median, later)}
+def replays(params: DiagnoseParams, engine: str) -> dict[str, Any]:
+    """replay.json of each drafter that was replayed in one engine, for the figures."""
+    folder = project_path(params.folder) / "replay" / engine
+    there = [name for name in params.drafters if (folder / name / "replay.json").is_file()]
+    return {name: replayed.read(folder / name / "replay.json") for name in there}
 
 
-def step_time(run: dict) -> dict:
-    """Time of a decode step, a round where the engine speculates, after prefill, one request at a time, in seconds."""
-    _, _, steps = _prompt_times(run)
-    return acceptance.bootstrap(lambda steps: np.median(steps, axis=-1), steps)
+def machine(report: Mapping[str, Any]) -> str:
+    """What ran the stages, in words: the GPUs, or the processor."""
+    if not report["preflight"]:
+        return "on a machine that stage 01 did not look at"
+    hardware = report["preflight"]["hardware"]
+    return ", ".join(gpu["name"] for gpu in hardware["gpus"]) or f"{hardware['cores']} cores of {hardware['cpu']}"
 
 
-def _prompt_times(run: dict) -> list[np.ndarray]:
-    """For each prompt [prompts], medians over repeats at one request at a time: first token, later token, step."""
-    prompts: dict[str, list[tuple[float, float, float]]] = {}
-    for row in run["timed"]:
-        if row["concurrency"] == 1:
-            rest = row["seconds"] - row["first_token_s"]
-            times = row["first_token_s"], rest / max(row["tokens"] - 1, 1), rest / max(row["steps"], 1)
-            prompts.setdefault(row["id"], []).append(times)
-    return list(np.array([np.median(times, axis=0) for times in prompts.values()]).T)
-
-
-def speedup(plain: dict, other: dict) -> dict:
-    """Throughput of ``other`` over plain, one request at a time, paired by prompt."""
-    pairs = [measured.throughput(run["timed"]) for run in (plain, other)]
-
-    def ratio(plain_tokens, plain_seconds, tokens, seconds):
-        return (tokens.sum(-1) / seconds.sum(-1)) / (plain_tokens.sum(-1) / plain_seconds.sum(-1))
-
-    return acceptance.bootstrap(ratio, *pairs[0], *pairs[1])
-
-
-def replays(params: DiagnoseParams, engine: str) -> dict[str, dict]:
-    """replay.json of each drafter in one engine, for the figures."""
-    folder = project_path(params.folder)
-    return {name: replayed.read(folder / "replay" / engine / name / "replay.json") for name in params.drafters}
-
-
-def curve_rows(replays: dict[str, dict]) -> list[dict]:
+def curve_rows(replays: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The acceptance curves as table rows, one for each drafter, engine or replay, and draft position.
 
     Returns:
@@ -167,10 +93,11 @@ def conditional_curve(requests: list[list[int]], positions: int) -> dict[str, li
         return np.divide(total[..., 1:], total[..., :-1], out=none, where=total[..., :-1] > 0)
 
     found = acceptance.bootstrap(rates, counts)
-    return {key: [*found[key], *[None] * (positions - reached)] for key in ("value", "low", "high")}
+    curves: dict[str, Any] = dict(found)
+    return {key: [*curves[key], *[None] * (positions - reached)] for key in ("value", "low", "high")}
 
 
-def acceptance_rows(replays: dict[str, dict]) -> list[dict]:
+def acceptance_rows(replays: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Mean acceptance length and acceptance rate of each drafter, engine and replay, as intervals by request."""
     return [
         {
@@ -188,14 +115,14 @@ def acceptance_rows(replays: dict[str, dict]) -> list[dict]:
 # ------------------------------------------------------------------------------------------ what the verdicts rest on
 
 
-def verdicts(engines: dict[str, dict]) -> dict[str, dict]:
+def verdicts(engines: Mapping[str, Any]) -> dict[str, Any]:
     """Every verdict by "engine: drafter"; ``engines``: of the report."""
     return {
         f"{engine}: {verdict['drafter']}": verdict for engine, found in engines.items() for verdict in found["verdicts"]
     }
 
 
-def not_excluded_rows(verdict: dict, most: int = 8) -> list[dict]:
+def not_excluded_rows(verdict: Mapping[str, Any], most: int = 8) -> list[dict[str, Any]]:
     """What a verdict leaves open as table rows, the hypotheses first that differ in fewest rounds; [] where nothing.
 
     Args:
@@ -216,7 +143,7 @@ def not_excluded_rows(verdict: dict, most: int = 8) -> list[dict]:
     return rows
 
 
-def loss_rows(verdicts: dict[str, dict]) -> list[dict]:
+def loss_rows(verdicts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Where the accepted drafts are lost, one row a drafter; a drafter without rounds to compare is left out.
 
     Returns:
@@ -241,7 +168,7 @@ def loss_rows(verdicts: dict[str, dict]) -> list[dict]:
     return rows
 
 
-def departing_rows(verdict: dict) -> list[dict]:
+def departing_rows(verdict: Mapping[str, Any]) -> list[dict[str, Any]]:
     """How often rounds depart, by each order of :mod:`eagle3_lib.verdict.slices`, as table rows; [] where none departs.
 
     Returns:
@@ -253,7 +180,7 @@ def departing_rows(verdict: dict) -> list[dict]:
     ]
 
 
-def departing_told(verdict: dict) -> str:
+def departing_told(verdict: Mapping[str, Any]) -> str:
     """Where rounds depart from a correct engine, in a sentence."""
     evidence, where = verdict["evidence"], verdict["where"]
     if "slices" not in evidence:
@@ -271,14 +198,14 @@ def departing_told(verdict: dict) -> str:
     return f"{counts}; no part of the run is told apart"
 
 
-def _where(where: dict) -> slices.Slice:
+def _where(where: Mapping[str, Any]) -> slices.Slice:
     """The slice of a verdict, without its rounds."""
     fields = {name: where[name] for name in ("by", "p", "since", "until", "requests")}
     counts = {side: where[side] for side in ("inside", "outside")}
     return slices.Slice(inside=np.zeros(0, bool), counts=counts, **fields)
 
 
-def config_rows(verdict: dict, most: int = 5) -> list[dict]:
+def config_rows(verdict: Mapping[str, Any], most: int = 5) -> list[dict[str, Any]]:
     """The other values of config.json that a correct engine would accept most with, best first; [] where none is scored.
 
     Returns:
@@ -292,7 +219,7 @@ def config_rows(verdict: dict, most: int = 5) -> list[dict]:
     ]
 
 
-def config_told(verdict: dict) -> str:
+def config_told(verdict: Mapping[str, Any]) -> str:
     """Whether config.json describes the drafter, in a sentence; of a suspect also the shell line that tries it."""
     scores, suspect = verdict["evidence"].get("config"), verdict["suspect"]
     if scores is None:
@@ -308,7 +235,7 @@ def config_told(verdict: dict) -> str:
     return "no other value would surely accept more"
 
 
-def token_rows(replays: dict[str, dict]) -> list[dict]:
+def token_rows(replays: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Are the emitted tokens the target's own: one row a drafter, and one for the plain decoding beside it."""
     rows = []
     for name, replay in replays.items():
@@ -320,7 +247,7 @@ def token_rows(replays: dict[str, dict]) -> list[dict]:
     return rows
 
 
-def _token_row(found: dict) -> dict:
+def _token_row(found: Mapping[str, Any]) -> dict:
     sampled = found["sampled"]
     if not sampled:
         return {"tokens": found["tokens"], "not the target's first choice": found["not_greedy"]}
@@ -334,13 +261,13 @@ def sampling_told(sampling: dict | None) -> str:
     return ", ".join(f"{name} {value}" for name, value in changed.items()) or "greedy"
 
 
-def training_log(params: DiagnoseParams) -> list[dict]:
+def training_log(params: DiagnoseParams) -> list[dict[str, Any]]:
     """One row a batch of stage 05: loss, accuracy of each step."""
     path = project_path(params.folder) / "train" / "log.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def speed_rows(report: dict, engine: str) -> list[dict]:
+def speed_rows(report: Mapping[str, Any], engine: str) -> list[dict[str, Any]]:
     """Throughput, latency and speedup of each mode as table rows."""
     result, rows = report["engines"][engine], []
     for mode, summary in result["throughput"].items():

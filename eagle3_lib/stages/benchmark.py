@@ -8,9 +8,11 @@ in several repeats after a warm-up; their tokens are checked against the first p
 
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from tqdm import tqdm
@@ -18,24 +20,24 @@ from tqdm import tqdm
 from ..compat import launch
 from ..drafter import checkpoint
 from ..engines import base, meaning, serving
-from ..engines.measured import throughput
+from ..engines.timing import throughput
 from ..errors import Eagle3Error
 from ..files import folder_hash, write_json
 from ..journal import Journal
 from ..manifest import stage
 from ..params import BenchmarkParams
 from ..paths import project_path
+from ..results import BENCHMARK_SCHEMA, Benchmark, Counters, CrossCheck, MeasuredRequest, Speed
 from ..targets import targets
 from ..targets.answers import Answer, read_answers, samples_file
 from ..verdict import acceptance
-from ..verdict.rounds import contradiction, counters_contradict, histogram_fits, totals_fit
+from ..verdict.rounds import contradiction, counters_contradict, histogram_fits, told_rounds, totals_fit
 
-SCHEMA = 2
 CHUNK_TRIES = 3
 COUNTER_TRIES, COUNTER_WAIT_S = 20, 0.05
 
 
-def run(params: BenchmarkParams) -> dict:
+def run(params: BenchmarkParams) -> Benchmark:
     """Measure one mode and write benchmark.json.
 
     Returns:
@@ -70,17 +72,13 @@ def run(params: BenchmarkParams) -> dict:
     with stage("benchmark", params, inputs) as notes:
         journal = Journal(out / "finished.jsonl", settings)
         with launch.serve(params, folder, out / "server.log", speculation) as server:
-            before = serving.counters(server)
+            before = _counters(server)
             requests, fresh = measure_acceptance(server, prompts, params, journal)
             told = sum(len(request["accepted"] or []) for request in fresh)
             check = cross_check(fresh, before, _counters_after(server, before, told), params.num_speculative_tokens)
             timed, waves = _measure_time(server, prompts[: params.timed_prompts], params, journal)
-        result = describe(server, params) | {
-            "cross_check": check,
-            "requests": requests,
-            "timed": timed,
-            "waves": waves,
-        }
+        measured = {"cross_check": check, "requests": requests, "timed": timed, "waves": waves}
+        result = cast(Benchmark, describe(server, params) | measured)
         _check_same_tokens(result)
         result["summary"] = summarise(result)
         write_json(out / "benchmark.json", result)
@@ -92,7 +90,7 @@ def run(params: BenchmarkParams) -> dict:
 def describe(server: base.Server, params: BenchmarkParams) -> dict:
     """What benchmark.json says of the engine and of how it was asked."""
     return {
-        "schema": SCHEMA,
+        "schema": BENCHMARK_SCHEMA,
         "engine": server.engine,
         "version": server.version,
         "mode": params.mode,
@@ -110,7 +108,7 @@ def describe(server: base.Server, params: BenchmarkParams) -> dict:
     }
 
 
-def summarise(result: dict) -> dict:
+def summarise(result: Benchmark) -> Speed:
     """Throughput and latency at one request at a time, throughput by concurrency, and acceptance."""
     tokens, seconds = throughput(result["timed"])
     alone = [row for row in result["timed"] if row["concurrency"] == 1]
@@ -120,7 +118,7 @@ def summarise(result: dict) -> dict:
     rates = {
         level: [w["tokens"] / w["wall_s"] for w in result["waves"] if w["concurrency"] == level] for level in levels
     }
-    summary = {
+    summary: Speed = {
         "tokens_per_s": acceptance.bootstrap(lambda t, s: t.sum(-1) / s.sum(-1), tokens, seconds),
         "by_concurrency": {str(level): [round(rate, 3) for rate in rates[level]] for level in levels},
         "latency_s": {
@@ -132,12 +130,14 @@ def summarise(result: dict) -> dict:
     }
     told = [request for request in result["requests"] if request["accepted"] is not None]
     if result["positions"] and any(request["accepted"] for request in told):
-        rounds, drafted = ([request.get(key) for request in told] for key in ("accepted", "drafted"))
+        rounds, drafted = [told_rounds(request) for request in told], [request.get("drafted") for request in told]
         summary["acceptance"] = acceptance.summary(rounds, result["positions"], drafted)
     return summary
 
 
-def cross_check(requests: list[dict], before: dict | None, after: dict | None, positions: int = 0) -> dict:
+def cross_check(
+    requests: Sequence[MeasuredRequest], before: Counters | None, after: Counters | None, positions: int = 0
+) -> CrossCheck:
     """The rounds of the requests beside what the engine counted otherwise.
 
     Args:
@@ -166,13 +166,15 @@ def cross_check(requests: list[dict], before: dict | None, after: dict | None, p
     }
 
 
-def _since(before: dict | None, after: dict) -> dict:
+def _since(before: Counters | None, after: Counters) -> Counters:
     """What an engine's counters rose by."""
     if before is None:
         return after
     accepted = [a - b for a, b in zip(after["accepted"], before["accepted"], strict=True)]
-    return {"rounds": after["rounds"] - before["rounds"], "drafted": after["drafted"] - before["drafted"]} | {
-        "accepted": accepted
+    return {
+        "rounds": after["rounds"] - before["rounds"],
+        "drafted": after["drafted"] - before["drafted"],
+        "accepted": accepted,
     }
 
 
@@ -184,15 +186,15 @@ def _check_drafter(params: BenchmarkParams, folder: Path) -> None:
 
 def measure_acceptance(
     server: base.Server, prompts: list[Answer], params: BenchmarkParams, journal: Journal
-) -> tuple[list[dict], list[dict]]:
+) -> tuple[list[MeasuredRequest], list[MeasuredRequest]]:
     """The requests in the order of ``prompts``, and those of them that this server answered now."""
 
-    def one(prompt: Answer) -> dict:
+    def one(prompt: Answer) -> MeasuredRequest:
         started = {"started_s": round(time.time(), 3)}  # since the epoch: answers of a resumed run keep their order
         if params.mode == "plain" or _tells(server, params):
             answer = serving.complete(server, prompt.prompt_ids, params.max_tokens, sampling=sampling)
-            return {"id": prompt.id, **asdict(answer)} | started
-        return _by_chunks(server, prompt, params) | started
+            return cast(MeasuredRequest, {"id": prompt.id, **asdict(answer), **started})
+        return cast(MeasuredRequest, {**_by_chunks(server, prompt, params), **started})
 
     sampling = params.settings()
     done = {row["request"]["id"]: row["request"] for row in journal.rows if "request" in row}
@@ -211,11 +213,11 @@ def _tells(server: base.Server, params: BenchmarkParams) -> bool:
     return server.tells_rounds and not params.sampling.get("stop")
 
 
-def _by_chunks(server: base.Server, prompt: Answer, params: BenchmarkParams) -> dict:
+def _by_chunks(server: base.Server, prompt: Answer, params: BenchmarkParams) -> MeasuredRequest:
     """One answer alone, its rounds read off the stream; asked again while the engine's own totals contradict them."""
     positions = params.num_speculative_tokens
     for tries in range(1, CHUNK_TRIES + 1):
-        before = serving.counters(server)
+        before = _counters(server)
         answer = serving.complete(server, prompt.prompt_ids, params.max_tokens, sampling=params.settings())
         answer.accepted = answer.rounds_from_chunks()
         if answer.totals is None and before is not None:
@@ -223,22 +225,26 @@ def _by_chunks(server: base.Server, prompt: Answer, params: BenchmarkParams) -> 
         totals = answer.totals or {}
         if "drafted" in totals and totals["drafted"] == positions * totals["rounds"]:
             answer.drafted = [positions] * len(answer.accepted)
-        request = {"id": prompt.id, **asdict(answer), "tries": tries}
+        request = cast(MeasuredRequest, {"id": prompt.id, **asdict(answer), "tries": tries})
         if not contradiction(request, positions):
             break
     return request
 
 
-def _totals_around(server: base.Server, before: dict, rounds: int) -> dict:
+def _totals_around(server: base.Server, before: Counters, rounds: int) -> dict[str, int]:
     """{"rounds", "accepted", "drafted"} that the engine's counters rose by."""
     rise = _since(before, _counters_after(server, before, rounds) or before)
-    return rise | {"accepted": sum(rise["accepted"])}
+    return {"rounds": rise["rounds"], "drafted": rise["drafted"], "accepted": sum(rise["accepted"])}
 
 
-def _counters_after(server: base.Server, before: dict | None, rounds: int) -> dict | None:
+def _counters(server: base.Server) -> Counters | None:
+    return cast("Counters | None", serving.counters(server))
+
+
+def _counters_after(server: base.Server, before: Counters | None, rounds: int) -> Counters | None:
     """The engine's counters, once they have risen by so many rounds: they come a moment after the last chunk."""
     for _ in range(COUNTER_TRIES):
-        after = serving.counters(server)
+        after = _counters(server)
         if after is None or _since(before, after)["rounds"] >= rounds:
             break
         time.sleep(COUNTER_WAIT_S)
@@ -283,7 +289,7 @@ def _timed_row(prompt_id: str, answer: base.Completion) -> dict:
     }
 
 
-def _check_same_tokens(result: dict) -> None:
+def _check_same_tokens(result: Any) -> None:
     """Note how many timed answers differ from the start of the acceptance part's (batching may change rounding)."""
     whole = {request["id"]: request["output_ids"] for request in result["requests"]}
     result["timed_differs"] = sum(row["output_ids"] != whole[row["id"]][: row["tokens"]] for row in result["timed"])

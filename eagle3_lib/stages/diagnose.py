@@ -1,60 +1,85 @@
-"""Stage 09: what the report says. It reads the result files of the other stages and computes nothing anew."""
+"""Stage 09: the report. It brings the results of the other stages together and computes nothing anew.
 
-import json
+It reports what there is: a run without stage 02, or with one drafter replayed and nothing timed, gets a report of that, and
+``missing`` says what it leaves out.
+"""
+
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from ..engines import clean_room, measured
+from .. import results
+from ..engines import clean_room, measured, timing
 from ..errors import Eagle3Error
 from ..files import write_json
 from ..manifest import stage
 from ..params import DiagnoseParams
 from ..paths import project_path, short_path
-from ..reports.report import by_concurrency, cost, latency, round_costs, speedup, step_time
+from ..results import (
+    Benchmark,
+    BreakEven,
+    Cost,
+    DrafterReport,
+    EmittedTokens,
+    EngineReport,
+    Gain,
+    Replay,
+    Report,
+    StageRun,
+    VerdictFile,
+)
 from ..targets.answers import Answer, read_answers
 from ..verdict import acceptance, break_even, diagnose, replayed
+from .replay import read_verdict
 
-SCHEMA = 2
-OF_REPLAY = (
-    "positions",
-    "engine_acceptance",
-    "replay_acceptance",
-    "agreement",
-    "dtype",
-    "sampling",
-    "sampled",
-    "plain",
-)
+PLAIN, NGRAM = "plain", "ngram"
+SECTIONS = {  # of the report: the file, and the stage that writes it
+    "training": ("train/manifest.json", "05"),
+    "generated": ("generate/manifest.json", "03"),
+    "extracted": ("extract/manifest.json", "04"),
+    "coverage": ("extract/coverage.json", "04"),
+    "profile": ("profile/profile.json", "02"),
+    "preflight": ("preflight/preflight.json", "01"),
+}
+NOTES = ("training", "generated", "extracted")  # sections that are a manifest's notes
 
 
-def run(params: DiagnoseParams) -> dict:
-    """Bring the stages' results together, judge each drafter in each engine, and write report.json.
+def run(params: DiagnoseParams) -> Report:
+    """Bring the stages' results together and write report.json (:class:`eagle3_lib.results.Report`).
 
-    Returns:
-        {"schema", "run", "finding", "engines": {engine: {"drafters", "throughput", "tokens", "verdicts", ...}},
-        "training", "profile", "audit", "stages"}.
     Raises:
-        Eagle3Error: a result file is missing.
+        Eagle3Error: no drafter of the run was replayed and nothing was measured, a result file is damaged or of another
+            version, or a replay is of other tokens than the run.
     """
     folder = project_path(params.folder)
     with stage("diagnose", params) as notes:
-        engines = {engine: _engine(folder, engine, params.drafters) for engine in params.engines}
+        missing: list[str] = []
+        found = {engine: _engine(folder, engine, params.drafters, missing) for engine in params.engines}
+        engines = {engine: result for engine, result in found.items() if result is not None}
+        if not engines:
+            raise Eagle3Error(
+                f"{params.folder}: found no benchmark.json and no replay.json of {', '.join(params.engines)}; expected the "
+                f"results of stage 07 or 08"
+            )
         sentences = [
             " ".join([f"{engine} {result['version']}: {verdict['sentence']}", *verdict["warnings"]])
             for engine, result in engines.items()
             for verdict in result["verdicts"]
         ]
-        report = {
-            "schema": SCHEMA,
+        sections = {name: _section(folder, name, missing) for name in SECTIONS}
+        report: Report = {
+            "schema": results.REPORT_SCHEMA,
             "run": params.run,
             "finding": " ".join(sentences),
             "engines": engines,
-            "training": _manifest(folder / "train").get("notes"),
-            "generated": _manifest(folder / "generate").get("notes"),
-            "extracted": _manifest(folder / "extract").get("notes"),
-            "coverage": _read(folder / "extract" / "coverage.json"),
-            "profile": _read(folder / "profile" / "profile.json"),
-            "preflight": _read(folder / "preflight" / "preflight.json"),
-            "audit": {name: _read(folder / "audit" / name / "audit.json") for name in params.drafters},
+            "missing": missing,
+            "training": sections["training"],
+            "generated": sections["generated"],
+            "extracted": sections["extracted"],
+            "coverage": sections["coverage"],
+            "profile": sections["profile"],
+            "preflight": sections["preflight"],
+            "audit": _audits(folder, params.drafters, missing),
             "stages": _stages(folder),
         }
         write_json(project_path(params.out) / "report.json", report)
@@ -62,61 +87,116 @@ def run(params: DiagnoseParams) -> dict:
     return report
 
 
-def _engine(folder: Path, engine: str, drafters: list[str]) -> dict:
-    runs = {mode: measured.read(folder / "benchmark" / engine / mode) for mode in ("plain", "ngram", *drafters)}
-    replays = {name: replayed.read(folder / "replay" / engine / name / "replay.json") for name in drafters}
-    for name, replay in replays.items():
-        diagnose.check_same(runs[name], replay)
-    drafted = [name for name, replay in replays.items() if replay["engine_acceptance"]["rounds"]]
-    result = {
-        "version": runs["plain"]["version"],
-        "drafters": {name: {key: replay.get(key) for key in OF_REPLAY} for name, replay in replays.items()},
-        "ngram_acceptance": runs["ngram"]["summary"].get("acceptance"),
-        "evidence": {mode: {key: run[key] for key in ("evidence", "cross_check")} for mode, run in runs.items()},
-        "throughput": {mode: run["summary"] | {"load_s": run["load_s"]} for mode, run in runs.items()},
-        "speedup": {mode: speedup(runs["plain"], run) for mode, run in runs.items() if mode != "plain"},
-        "speedup_by_concurrency": {
-            mode: by_concurrency(runs["plain"], run) for mode, run in runs.items() if mode != "plain"
+def _section(folder: Path, name: str, missing: list[str]) -> dict[str, Any] | None:
+    file, number = SECTIONS[name]
+    if not (folder / file).is_file():
+        missing.append(f"{name}: stage {number} has not run")
+        return None
+    values: dict[str, Any] = results.read_json(folder / file)
+    return values["notes"] if name in NOTES else values
+
+
+def _audits(folder: Path, drafters: Iterable[str], missing: list[str]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name in drafters:
+        path = folder / "audit" / name / "audit.json"
+        if path.is_file():
+            found[name] = results.read_json(path)
+        else:
+            missing.append(f"audit of {name}: stage 06 has not run")
+    return found
+
+
+def _engine(folder: Path, engine: str, drafters: list[str], missing: list[str]) -> EngineReport | None:
+    """What one engine's results say together; None where there are none."""
+    runs: dict[str, Benchmark] = {}
+    for mode in (PLAIN, NGRAM, *drafters):
+        if (folder / "benchmark" / engine / mode / "benchmark.json").is_file():
+            runs[mode] = measured.read(folder / "benchmark" / engine / mode)
+        else:
+            missing.append(f"{engine}, {mode}: stage 07 has not run")
+    replays: dict[str, Replay] = {}
+    judged: dict[str, VerdictFile] = {}
+    for name in drafters:
+        where = folder / "replay" / engine / name
+        if not (where / "replay.json").is_file():
+            missing.append(f"{engine}, {name}: stage 08 has not run")
+            continue
+        replays[name], judged[name] = replayed.read(where / "replay.json"), read_verdict(str(where))
+        if name in runs:
+            diagnose.check_same(runs[name], replays[name])
+    if not runs and not replays:
+        return None
+    timed = {mode: run for mode, run in runs.items() if timing.is_timed(run)}
+    plain = timed.get(PLAIN)
+    beside = {mode: run for mode, run in timed.items() if plain is not None and mode != PLAIN}
+    costs = {name: found["cost"] for name, found in judged.items() if found["cost"]}
+    by_concurrency = {mode: timing.by_concurrency(runs[PLAIN], run) for mode, run in beside.items()}
+    verdicts = [found["verdict"] for found in judged.values()]
+    return {
+        "version": next((run["version"] for run in runs.values() if "version" in run), None),
+        "drafters": {name: _drafter(replay) for name, replay in replays.items()},
+        "ngram_acceptance": runs[NGRAM]["summary"].get("acceptance") if NGRAM in timed else None,
+        "evidence": {
+            mode: {"evidence": run.get("evidence", "told"), "cross_check": run.get("cross_check")}
+            for mode, run in runs.items()
         },
-        "cost": {name: cost(runs["plain"], runs[name], replays[name]) for name in drafted},
-        "latency": {mode: latency(run) for mode, run in runs.items()},
-        "step_s": {mode: step_time(runs[mode]) for mode in ("plain", *drafters)},
-        "tokens": _tokens(runs, replays),
+        "throughput": {mode: {**run["summary"], "load_s": run["load_s"]} for mode, run in timed.items()},
+        "speedup": {mode: timing.speedup(runs[PLAIN], run) for mode, run in beside.items()},
+        "speedup_by_concurrency": by_concurrency,
+        "cost": costs,
+        "latency": {mode: timing.latency(run) for mode, run in timed.items()},
+        "step_s": {mode: timing.step_time(run) for mode, run in timed.items() if mode != NGRAM},
+        "tokens": _tokens(runs, replays) if PLAIN in runs else None,
         "clean_room": {mode: clean_room.told(run.get("clean_room", {})) for mode, run in runs.items()},
+        "break_even": {
+            name: _break_even(replays[name], timed[name], by_concurrency[name], costs[name]) for name in costs
+        },
+        "verdicts": verdicts,
+        "together": diagnose.judge_together([diagnose.Verdict.of(verdict) for verdict in verdicts]),
+        "length_gain": _length_gain(runs, replays, drafters),
     }
-    result["break_even"] = {
-        name: break_even.of_run(
-            replay["positions"],
-            replay["engine_acceptance"]["curve"]["value"],
-            round_costs(runs[name], result["speedup_by_concurrency"][name], result["cost"][name]),
-        )
-        for name, replay in replays.items()
-        if name in drafted
-    }
-    break_even_lengths = {name: found["break_even_length"] for name, found in result["cost"].items()}
-    verdicts = [diagnose.judge(replay, break_even_lengths.get(name)) for name, replay in replays.items()]
-    result["verdicts"] = [verdict.as_dict() for verdict in verdicts]
-    result["together"] = diagnose.judge_together(verdicts)
-    if len(drafted) == len(drafters) > 1:
-        first, last = (
-            [request["accepted"] or [] for request in runs[name]["requests"]] for name in (drafters[0], drafters[-1])
-        )
-        positions = runs[drafters[0]]["positions"]
-        result["length_gain"] = {
-            "of": drafters[-1],
-            "over": drafters[0],
-            **acceptance.paired_length_difference(last, first, positions),
-        }
-    return result
 
 
-def _tokens(runs: dict[str, dict], replays: dict[str, dict]) -> dict:
+def _drafter(replay: Replay) -> DrafterReport:
+    return {
+        "positions": replay["positions"],
+        "engine_acceptance": replay["engine_acceptance"],
+        "replay_acceptance": replay["replay_acceptance"],
+        "agreement": replay["agreement"],
+        "dtype": replay.get("dtype"),
+        "sampling": replay.get("sampling"),
+        "sampled": replay.get("sampled"),
+        "plain": replay.get("plain"),
+    }
+
+
+def _break_even(
+    replay: Replay, run: Benchmark, speedups: dict[str, results.Interval], cost: Cost
+) -> dict[str, BreakEven]:
+    curve = replay["engine_acceptance"]["curve"]["value"] or []
+    return break_even.of_run(replay["positions"], curve, timing.round_costs(run, speedups, cost))
+
+
+def _length_gain(runs: dict[str, Benchmark], replays: dict[str, Replay], drafters: list[str]) -> Gain | None:
+    """Mean acceptance length of the last drafter over the first, where both accepted something in the engine."""
+    drafted = [name for name, replay in replays.items() if replay["engine_acceptance"]["rounds"] and name in runs]
+    if len(drafters) < 2 or drafted != drafters:
+        return None
+    first, last = (
+        [request["accepted"] or [] for request in runs[name]["requests"]] for name in (drafters[0], drafters[-1])
+    )
+    gain = acceptance.paired_length_difference(last, first, runs[drafters[0]]["positions"])
+    return {"of": drafters[-1], "over": drafters[0], **gain}
+
+
+def _tokens(runs: dict[str, Benchmark], replays: dict[str, Replay]) -> EmittedTokens:
     """Are the emitted tokens the same in every mode, and the target's own greedy choice?"""
-    plain = {request["id"]: request["output_ids"] for request in runs["plain"]["requests"]}
+    plain = {request["id"]: request["output_ids"] for request in runs[PLAIN]["requests"]}
     differing = {
         mode: sum(request["output_ids"] != plain.get(request["id"]) for request in run["requests"])
         for mode, run in runs.items()
-        if mode != "plain" and not run.get("sampling", {}).get("temperature")  # draws differ by chance
+        if mode != PLAIN and not run.get("sampling", {}).get("temperature")  # draws differ by chance
     }
     return {
         "requests": len(plain),
@@ -130,11 +210,9 @@ def _tokens(runs: dict[str, dict], replays: dict[str, dict]) -> dict:
     }
 
 
-def _stages(folder: Path) -> list[dict]:
+def _stages(folder: Path) -> list[StageRun]:
     """Stage, seconds and provenance of every manifest of the run, in the order they ran."""
-    manifests = sorted(
-        (json.loads(path.read_text()) for path in folder.rglob("manifest.json")), key=lambda m: m["started"]
-    )
+    manifests = [results.read_json(path) for path in folder.rglob("manifest.json")]
     return [
         {
             "stage": m["stage"],
@@ -143,20 +221,11 @@ def _stages(folder: Path) -> list[dict]:
             "started": m["started"],
             "git": m["git"],
         }
-        for m in manifests
+        for m in sorted(manifests, key=lambda m: m["started"])
     ]
 
 
-def _manifest(folder: Path) -> dict:
-    return _read(folder / "manifest.json")
-
-
-def _read(path: Path) -> dict:
-    if not path.is_file():
-        raise Eagle3Error(f"{short_path(path)}: no such file; run the stage that writes it first")
-    return json.loads(path.read_text())
-
-
 def answers(params: DiagnoseParams) -> list[Answer]:
-    """The target's answers of stage 03 of the run."""
-    return read_answers(project_path(params.folder) / "generate")
+    """The target's answers of stage 03 of the run; [] where it has none."""
+    folder = project_path(params.folder) / "generate"
+    return read_answers(folder) if (folder / "samples.parquet").is_file() else []

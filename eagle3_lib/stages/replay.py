@@ -1,84 +1,73 @@
 """Stage 08: replay one drafter on the tokens that an engine emitted, and judge the engine's rounds."""
 
+from typing import Any
+
 import torch
 from tqdm import tqdm
 
+from .. import results
 from ..drafter import checkpoint
 from ..drafter.model import Drafter
-from ..engines import measured, options
+from ..engines import measured, options, timing
 from ..errors import Eagle3Error
+from ..files import write_json
 from ..manifest import stage
 from ..params import ReplayParams, SamplingSettings
-from ..paths import project_path
+from ..paths import project_path, short_path
+from ..results import Benchmark, Cost, PlainTokens, Replay, VerdictFile
 from ..targets import targets
-from ..verdict import begun, changes, emitted, hypotheses, lossless, replayed, suspects
-from ..verdict.replayed import Tally
+from ..verdict import begun, changes, diagnose, emitted, hypotheses, lossless, replayed, suspects
+from ..verdict.emitted import Told
 from ..verdict.rounds import at_context_limit
 
 
-def run(params: ReplayParams) -> dict:
-    """Stage 08: replay one drafter on the tokens that the engine emitted, and lay its rounds beside the engine's.
+def run(params: ReplayParams) -> Replay:
+    """Replay one drafter on the tokens that the engine emitted, lay its rounds beside the engine's, and judge them.
 
-    Returns:
-        {"drafter", "engine", "target", "positions", "dtype": the coarser of engine's and replay's, "sampling",
-        "untold_defaults": settings of the target's generation_config.json that the run says nothing of, "evidence", "contradictions",
-        "requests": as :func:`eagle3_lib.verdict.hypotheses.examine`, "agreement": {"rounds", "equal", "cut", "unsure",
-        "without_drafts", "tokens_not_greedy"}, "engine_acceptance", "replay_acceptance", "sampled": as
-        :func:`eagle3_lib.verdict.lossless.judge` at a temperature above 0, else None, "plain": as
-        :func:`eagle3_lib.verdict.emitted.plain`, None where there is no plain run}. Also in replay.json.
+    Writes replay.json (:class:`eagle3_lib.results.Replay`) and verdict.json (:class:`eagle3_lib.results.VerdictFile`).
+
     Raises:
         Eagle3Error: the benchmark is missing, was of plain or n-gram decoding, or of another target; its rounds cannot be
-            those of its K; or its engine was set to accept otherwise than by the target.
+            those of its K; its token ids are not the target's; or its engine was set to accept otherwise than by the target.
     """
-    bench = measured.read_rounds(params.benchmark)
-    positions = bench["positions"]
+    rounds = measured.read_rounds(params.benchmark)
+    bench, where = rounds.bench, short_path(project_path(params.benchmark) / "benchmark.json")
     if bench["target"] != params.target:
-        raise Eagle3Error(
-            f"{params.benchmark}/benchmark.json: target: found {bench['target']!r}, expected {params.target!r}"
-        )
+        raise Eagle3Error(f"{where}: target: found {bench['target']!r}, expected {params.target!r}")
     inputs = {"benchmark": project_path(params.benchmark) / "benchmark.json", "drafter": project_path(params.drafter)}
     with stage("replay", params, inputs) as notes:
         dtype = getattr(torch, params.dtype)
         folder = targets.resolve(params.target)
         target = targets.load(folder, dtype, params.device)
+        measured.refuse_unknown_ids(bench, target.get_input_embeddings().weight.shape[0], where)
         drafter = checkpoint.load_for(params.drafter, params.target, target, dtype)
         rounded = emitted.coarser(bench.get("dtype", params.dtype), params.dtype)
-        told = emitted.Told(bench["sampling"], rounded, targets.end_ids(folder))
+        told = Told(rounds.sampling, rounded, targets.end_ids(folder))
         ranks = options.tensor_parallel(bench.get("engine_args", []))
         tried = suspects.suspects(drafter, changes.TargetParts.of(target, ranks))
-        header = {
-            "drafter": params.name,
-            "engine": params.engine,
-            "target": params.target,
-            "positions": positions,
-            "dtype": told.dtype,
-            "sampling": told.sampling.model_dump(),
-            "untold_defaults": {
-                name: value
-                for name, value in targets.sampling_defaults(folder).items()
-                if name not in bench["sampling_told"]
-            },
-            "evidence": bench.get("evidence", "told"),
-            "prompts_in_chunks": measured.prompts_in_chunks(bench),
-            "at_limit": sum(at_context_limit(request, bench) for request in bench["requests"]),
-            "contradictions": (bench.get("cross_check") or {}).get("contradictions", []),
+        header = _header(params, rounds, told) | {
             "suspects": [suspects.told(suspect, params.drafter) for suspect in tried.values()],
+            "untold_defaults": {
+                name: value for name, value in targets.sampling_defaults(folder).items() if name not in rounds.told
+            },
         }
-        path, emissions = project_path(params.out) / "replay.json", []
-        tally = Tally(positions)
+        path = project_path(params.out) / "replay.json"
+        tally, emissions = replayed.Tally(bench["positions"]), []
         setups = {name: suspect.setup for name, suspect in tried.items() if suspect.fault is None}
-        examined = hypotheses.examining(target, drafter, bench["requests"], positions, None, told, ranks, setups)
+        examined = hypotheses.examining(
+            target, drafter, bench["requests"], bench["positions"], None, told, ranks, setups
+        )
         with replayed.Writer(path, header) as writer:
-            for request in tqdm(examined, total=len(bench["requests"]), desc="replay", mininterval=2):
-                if "emission" in request:
-                    emissions.append(request.pop("emission"))
+            for request, emission in tqdm(examined, total=len(bench["requests"]), desc="replay", mininterval=2):
+                if emission:
+                    emissions.append(emission)
                 tally.add(request)
                 writer.add(request)
             sampled = None
             if emissions:
                 sampled = lossless.judge(lossless.Emission.join(emissions), told.sampling.temperature)
             plain = _plain(params, bench, target, drafter, told)
-            summary = tally.summary() | {"sampled": sampled, "plain": plain}
+            summary = {**tally.summary(), "sampled": sampled, "plain": plain}
             writer.finish(summary)
         found = begun.find(replayed.read(path), target, drafter, bench["requests"], ranks)
         if found:
@@ -86,22 +75,79 @@ def run(params: ReplayParams) -> dict:
                 for request in found.requests(replayed.read(path)):
                     writer.add(request)
                 writer.finish(summary)
-        notes |= tally.agreement
-    return replayed.read(path)
+        result = replayed.read(path)
+        judged = judge(params, bench, result)
+        write_json(project_path(params.out) / "verdict.json", judged)
+        notes |= tally.agreement | {"verdict": judged["verdict"]["kind"]}
+    return result
 
 
-def _plain(params: ReplayParams, bench: dict, target, drafter: Drafter, told) -> dict | None:
-    """The same engine's plain decoding of the same requests, where it was measured and asked in the same way."""
+def _header(params: ReplayParams, rounds: measured.Rounds, told: Told) -> dict[str, Any]:
+    """What replay.json says before its requests."""
+    bench = rounds.bench
+    return {
+        "drafter": params.name,
+        "engine": params.engine,
+        "target": params.target,
+        "positions": bench["positions"],
+        "dtype": told.dtype,
+        "sampling": told.sampling.model_dump(),
+        "evidence": bench.get("evidence", "told"),
+        "prompts_in_chunks": measured.prompts_in_chunks(bench),
+        "at_limit": sum(at_context_limit(request, bench) for request in bench["requests"]),
+        "contradictions": (bench.get("cross_check") or {}).get("contradictions", []),
+    }
+
+
+def judge(params: ReplayParams, bench: Benchmark, replay: Replay) -> VerdictFile:
+    """The verdict on a replay; weakness is judged where the engine's plain decoding was timed beside it."""
+    cost = _cost(params, bench, replay)
+    verdict = diagnose.judge(replay, cost["break_even_length"] if cost else None)
+    return {"schema": results.VERDICT_SCHEMA, "verdict": verdict.as_dict(), "cost": cost}
+
+
+def _cost(params: ReplayParams, bench: Benchmark, replay: Replay) -> Cost | None:
+    plain = _plain_run(params, bench)
+    if plain is None or not timing.is_timed(plain) or not timing.is_timed(bench):
+        return None
+    return timing.cost(plain, bench, replay) if replay["engine_acceptance"]["rounds"] else None
+
+
+def _plain_run(params: ReplayParams, bench: Benchmark) -> Benchmark | None:
+    """The same engine's plain decoding of the same target, where it was measured."""
     if not params.plain or not (project_path(params.plain) / "benchmark.json").is_file():
         return None
     found = measured.read(params.plain)
+    return found if found["target"] == bench["target"] else None
+
+
+def _plain(params: ReplayParams, bench: Benchmark, target: Any, drafter: Drafter, told: Told) -> PlainTokens | None:
+    """How the tokens of plain decoding compare with the target's, where they were asked for in the same way."""
+    found = _plain_run(params, bench)
+    if found is None:
+        return None
     where = f"{params.plain}/benchmark.json: sampling"
-    if found["target"] != bench["target"] or SamplingSettings.check(found.get("sampling", {}), where) != told.sampling:
+    if SamplingSettings.check(dict(found.get("sampling", {})), where) != told.sampling:
         return None
     return emitted.plain(target, drafter.config.boundaries[0], found["requests"], told)
 
 
-def emitted_words(params: ReplayParams, request_id: str) -> list[str]:
+def verdict(params: ReplayParams) -> VerdictFile:
+    """The verdict.json that the stage wrote.
+
+    Raises:
+        Eagle3Error: there is none, or it is of another version.
+    """
+    return read_verdict(params.out)
+
+
+def read_verdict(folder: str) -> VerdictFile:
+    """verdict.json of a folder of stage 08; see :func:`verdict`."""
+    path = project_path(folder) / "verdict.json"
+    return results.check(VerdictFile, results.read_json(path), short_path(path), results.VERDICT_SCHEMA)
+
+
+def emitted_words(params: ReplayParams, request_id: str | int) -> list[str]:
     """The tokens of one measured answer as text."""
     requests = measured.read(params.benchmark)["requests"]
     (output_ids,) = (request["output_ids"] for request in requests if request["id"] == request_id)

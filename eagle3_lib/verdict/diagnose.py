@@ -10,12 +10,31 @@ speculation lose even when every draft that should be accepted is accepted.
 The rules and the source of each threshold are in docs/faults.md.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, TypedDict, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
 
 from ..errors import Eagle3Error
+from ..results import (
+    Benchmark,
+    Cost,
+    FittedHypothesis,
+    NotExcluded,
+    PlainTokens,
+    Ranked,
+    Replay,
+    ReplayedRequest,
+    SampledTokens,
+    Score,
+    StoredVerdict,
+    Together,
+    VerdictEvidence,
+    Where,
+)
 from . import slices, suspects
 from .acceptance import curve, request_counts, summary
 from .changes import HEALTHY as CORRECT
@@ -74,19 +93,25 @@ class Verdict:
     drafter: str
     kind: str
     sentence: str
-    evidence: dict = field(default_factory=dict)
+    evidence: VerdictEvidence = field(default_factory=lambda: VerdictEvidence())
     fault: str | None = None
     ties: list[str] = field(default_factory=list)
-    where: dict | None = None
-    suspect: dict | None = None
-    not_excluded: list[dict] = field(default_factory=list)
+    where: Where | None = None
+    suspect: Score | None = None
+    not_excluded: list[NotExcluded] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict:
-        return asdict(self)
+    def as_dict(self) -> StoredVerdict:
+        """As verdict.json holds it."""
+        return cast(StoredVerdict, asdict(self))
+
+    @classmethod
+    def of(cls, stored: StoredVerdict) -> "Verdict":
+        """The verdict that verdict.json holds."""
+        return cls(**stored)
 
 
-def judge(replay: dict, break_even: float | None = None) -> Verdict:
+def judge(replay: Replay, break_even: float | None = None) -> Verdict:
     """The verdict on one drafter in one engine.
 
     Args:
@@ -113,7 +138,7 @@ class _Case:
 
     drafter: str
     found: Evidence
-    evidence: dict
+    evidence: VerdictEvidence
     dtype: str
     break_even: float | None = None
 
@@ -125,7 +150,7 @@ class _Case:
     def noise(self) -> float:
         return NOISE[self.dtype]
 
-    def verdict(self, kind: str, sentence: str, **more) -> Verdict:
+    def verdict(self, kind: str, sentence: str, **more: Any) -> Verdict:
         return Verdict(self.drafter, kind, f"{self.drafter}: {sentence}", self.evidence, **more)
 
     def cannot_tell(self, reason: str) -> Verdict:
@@ -154,8 +179,8 @@ def _judge_tokens(case: _Case) -> Verdict | None:
     return _without_plain(case, wrong)
 
 
-def _beside_plain(case: _Case, wrong: str, plain: dict) -> Verdict:
-    if surely_more(plain["not_greedy"], plain["tokens"], WRONG_TOKENS):
+def _beside_plain(case: _Case, wrong: str, plain: PlainTokens) -> Verdict:
+    if surely_more(plain["not_greedy"] or 0, plain["tokens"], WRONG_TOKENS):
         return case.verdict(
             TARGET,
             f"{wrong}, and {plain['not_greedy']} of {plain['tokens']} tokens of plain decoding are not either: speculation is "
@@ -201,7 +226,7 @@ def _not_lossless(case: _Case, wrong: str) -> Verdict:
     )
 
 
-def _judge_sampled(case: _Case, sampled: dict) -> Verdict:
+def _judge_sampled(case: _Case, sampled: SampledTokens) -> Verdict:
     """What a sampled run's tests say, with the acceptance that the target's probabilities demand."""
     replay = case.found.replay
     wrong = f"the tokens are not draws of the target ({sampled['fault']})"
@@ -227,7 +252,7 @@ def _judge_sampled(case: _Case, sampled: dict) -> Verdict:
     )
 
 
-def _asked_by(defaults: dict) -> str:
+def _asked_by(defaults: Mapping[str, float]) -> str:
     settings = ", ".join(f"{name} {value}" for name, value in defaults.items())
     return (
         f"the target's generation_config.json sets {settings}, which engines apply to requests that leave it out; the run does "
@@ -293,7 +318,7 @@ def _claim(found: Evidence, noise: float) -> str | None:
     )
 
 
-def _habit(replay: dict, agreeing: float) -> str | None:
+def _habit(replay: Replay, agreeing: float | None) -> str | None:
     """What healthy engines do otherwise than a correct one in a run like this, and how to ask without it; or None.
 
     Both were found by replaying the real vLLM 0.32.0 (benchmarks/healthy_zoo.py) and then read in its source: see
@@ -304,7 +329,7 @@ def _habit(replay: dict, agreeing: float) -> str | None:
             f"{replay['at_limit']} answers came to the end of the context, where vLLM drafts for none of the requests of a batch "
             f"(serve with a longer max_model_len, or ask for shorter answers)"
         )
-    if replay.get("prompts_in_chunks") and agreeing >= LEAST_IN_CHUNKS:
+    if replay.get("prompts_in_chunks") and (agreeing or 0.0) >= LEAST_IN_CHUNKS:
         return (
             f"{replay['prompts_in_chunks']} prompts were prefilled in chunks, at whose ends vLLM gives the drafter another token "
             f"than the next one (serve with a larger max_num_batched_tokens)"
@@ -328,7 +353,7 @@ class Fit:
     unlike: int
 
     @classmethod
-    def of(cls, table: Table, name: str, counts: np.ndarray, inside: np.ndarray) -> "Fit":
+    def of(cls, table: Table, name: str, counts: NDArray[Any], inside: NDArray[Any]) -> "Fit":
         same, departing = counts == table.engine, table.departing & inside
         can_tell = ((table.engine > 0) | (table.correct > 0) | (counts > 0)) & inside
         return cls(
@@ -347,16 +372,18 @@ class Fit:
     def beats_correct(self, false_alarm: float) -> bool:
         """A sign test over the rounds that only one of the two reproduces."""
         decided = self.explained + self.spoiled
-        return stats.binomtest(self.explained, max(decided, 1), alternative="greater").pvalue <= false_alarm
+        return bool(stats.binomtest(self.explained, max(decided, 1), alternative="greater").pvalue <= false_alarm)
 
 
-def _fits(table: Table, counts: dict[str, np.ndarray], inside: np.ndarray) -> list[Fit]:
+def _fits(table: Table, counts: dict[str, NDArray[Any]], inside: NDArray[Any]) -> list[Fit]:
     """Every hypothesis but the correct engine, best first."""
     fits = [Fit.of(table, name, some, inside) for name, some in counts.items() if name != CORRECT]
     return sorted(fits, key=lambda fit: (fit.unlike, -fit.explained))
 
 
-def _named(table: Table, counts: dict[str, np.ndarray], inside: np.ndarray, dtype: str) -> tuple[Fit, list[str]] | None:
+def _named(
+    table: Table, counts: dict[str, NDArray[Any]], inside: NDArray[Any], dtype: str
+) -> tuple[Fit, list[str]] | None:
     """The hypothesis that explains the departing rounds, and those that cannot be told from it; None where none does."""
     fits = _fits(table, counts, inside)
     left = [fit for fit in fits if not fit.excluded(NOISE[dtype])]
@@ -376,11 +403,11 @@ def _named(table: Table, counts: dict[str, np.ndarray], inside: np.ndarray, dtyp
     return best, ties
 
 
-def _told_apart(table: Table, counts: dict[str, np.ndarray], best: str, other: str, inside: np.ndarray) -> bool:
+def _told_apart(table: Table, counts: dict[str, NDArray[Any]], best: str, other: str, inside: NDArray[Any]) -> bool:
     """Does ``best`` surely reproduce more rounds? A sign test over the rounds that only one of the two reproduces."""
     ours, theirs = (counts[name][inside] == table.engine[inside] for name in (best, other))
     won, lost = int((ours & ~theirs).sum()), int((theirs & ~ours).sum())
-    return stats.binomtest(won, max(won + lost, 1), alternative="greater").pvalue <= FALSE_ALARM
+    return bool(stats.binomtest(won, max(won + lost, 1), alternative="greater").pvalue <= FALSE_ALARM)
 
 
 def _judge_rounds(case: _Case) -> Verdict:
@@ -411,20 +438,30 @@ def _severity(name: str) -> str:
     return FAULTS[name].severity if name in FAULTS else "fault"
 
 
-def _ranking(table: Table) -> list[dict]:
+def _ranking(table: Table) -> list[Ranked]:
     """Every hypothesis, best first: share of the rounds that can tell it that it reproduces, with an interval by request."""
     everywhere = np.ones(len(table), bool)
     fits = [Fit.of(table, name, counts, everywhere) for name, counts in table.counts.items()]
     fits.sort(key=lambda fit: (fit.unlike / max(fit.rounds, 1), fit.name != CORRECT))
-    rows = []
+    rows: list[Ranked] = []
     for fit in fits:
         share = agreement(table, fit.name, table.can_tell(fit.name))
-        rows.append({"hypothesis": fit.name} | {key: share[key] for key in ("value", "low", "high")})
-        rows[-1] |= {key: getattr(fit, key) for key in ("rounds", "unlike", "explained", "departing")}
+        rows.append(
+            {
+                "hypothesis": fit.name,
+                "value": share["value"],
+                "low": share["low"],
+                "high": share["high"],
+                "rounds": fit.rounds,
+                "unlike": fit.unlike,
+                "explained": fit.explained,
+                "departing": fit.departing,
+            }
+        )
     return rows
 
 
-def _scores(case: _Case) -> list[dict]:
+def _scores(case: _Case) -> list[Score]:
     """What every other config.json would accept at the same rounds; [] where none was replayed."""
     table, told = case.table, case.found.replay.get("suspects") or []
     if not told:
@@ -432,15 +469,15 @@ def _scores(case: _Case) -> list[dict]:
     short = table.slot < suspects.SHORT
     accepted, by_name = {}, {}
     for suspect in told:
-        counts = table.suspects.get(suspect["name"], table.counts.get(suspect.get("fault")))
+        counts = table.suspects.get(suspect["name"], table.counts.get(suspect["fault"] or ""))
         if counts is not None:
             accepted[suspect["name"]] = _by_request(table, counts, short)
             by_name[suspect["name"]] = suspect
     scores = suspects.score(accepted, _by_request(table, table.correct, short))
-    return [by_name[score["name"]] | score for score in scores]
+    return [cast(Score, {**by_name[score["name"]], **score}) for score in scores]
 
 
-def _by_request(table: Table, counts: np.ndarray, among: np.ndarray) -> list[list[int]]:
+def _by_request(table: Table, counts: NDArray[Any], among: NDArray[Any]) -> list[list[int]]:
     ends = np.searchsorted(table.request[among], np.arange(1, table.requests))
     return [part.tolist() for part in np.split(counts[among], ends)]
 
@@ -510,7 +547,7 @@ def _strength(case: _Case) -> tuple[str, str]:
     ceiling = case.evidence["losses"].get("vocabulary_ceiling")
     limit = f" (the draft vocabulary allows {_share(ceiling)})" if ceiling is not None and ceiling < 0.995 else ""
     reach = f"a correct engine makes {length:.2f} tokens a round and accepts {first:.1%} of the first drafts{limit}"
-    case.evidence |= {"first_drafts": first, "break_even_length": case.break_even}
+    case.evidence["first_drafts"], case.evidence["break_even_length"] = first, case.break_even
     if case.break_even is None:
         weak, against = first < WEAK_FIRST, f", where fewer than {WEAK_FIRST:.0%} count as weak"
     else:
@@ -521,10 +558,10 @@ def _strength(case: _Case) -> tuple[str, str]:
     return HEALTHY, f"{_rates(case)} ({same}). The engine does what the drafter allows: {reach}."
 
 
-def _not_excluded(case: _Case) -> list[dict]:
+def _not_excluded(case: _Case) -> list[NotExcluded]:
     """Faults that these rounds cannot tell from a correct engine, those that differ least first, with what would tell."""
     table, everywhere = case.table, np.ones(len(case.table), bool)
-    left = []
+    left: list[NotExcluded] = []
     for fit in _fits(table, table.counts, everywhere):
         if fit.excluded(case.noise) or _severity(fit.name) == "precision":
             continue
@@ -534,7 +571,7 @@ def _not_excluded(case: _Case) -> list[dict]:
     return sorted(left, key=lambda row: row["rounds_that_differ"])
 
 
-def _open(left: list[dict]) -> str:
+def _open(left: Sequence[NotExcluded]) -> str:
     """What a verdict without a fault leaves open, as a sentence."""
     if not left:
         return ""
@@ -545,7 +582,7 @@ def _open(left: list[dict]) -> str:
     return f" Not excluded: {names}{more}, which accept the same {where}."
 
 
-def _nothing(case: _Case, left: list[dict]) -> Verdict:
+def _nothing(case: _Case, left: list[NotExcluded]) -> Verdict:
     accepted, drafts = int(case.table.engine.sum()), case.evidence["engine"]["drafted"]
     others = len(case.table.counts) - 1
     same = f"{len(left)} of {others} faults of the catalogue predict the same" if others else "no fault was replayed"
@@ -559,7 +596,7 @@ def _nothing(case: _Case, left: list[dict]) -> Verdict:
     )
 
 
-def _config(case: _Case, suspect: dict, departs: bool) -> Verdict:
+def _config(case: _Case, suspect: Score, departs: bool) -> Verdict:
     gain = f"{suspect['accepted']:.2f} drafts a round against {suspect['of_config']:.2f}"
     obeys = "The engine does not obey config.json there, and gains by it" if departs else "The engine obeys config.json"
     return case.verdict(
@@ -627,7 +664,7 @@ def _in_requests(case: _Case) -> Verdict | None:
     return _fault(case, *named, where)
 
 
-def _outside(case: _Case, inside: np.ndarray, where: slices.Slice | None = None) -> Verdict:
+def _outside(case: _Case, inside: NDArray[Any], where: slices.Slice | None = None) -> Verdict:
     """Rounds depart and no hypothesis of the catalogue explains them: a small deviation, or an unknown fault."""
     table = case.table
     counts = table.counts | (table.since if where is not None else {})
@@ -646,7 +683,8 @@ def _outside(case: _Case, inside: np.ndarray, where: slices.Slice | None = None)
         f"{case.noise:.1%} of those that can tell"
     )
     where_of = where and where.as_dict()
-    case.evidence |= {"most_like": like and asdict(like), "cost": cost}
+    case.evidence["most_like"] = cast(FittedHypothesis, asdict(like)) if like else None
+    case.evidence["cost"] = cost
     if departing <= SMALL_SHARE * compared and abs(cost) <= SMALL_COST:
         change = "costs" if cost >= 0 else "brings"
         told = f"{_rates(case)}. Small deviation: {size}. It {change} {abs(cost):.1%} of the accepted drafts.{place}{most_like}"
@@ -661,7 +699,16 @@ def _outside(case: _Case, inside: np.ndarray, where: slices.Slice | None = None)
 # ----------------------------------------------------------------------------------------------------------- histograms
 
 
-def judge_histograms(drafter: str, positions: int, requests: list[dict], dtype: str = "bfloat16") -> Verdict:
+class HistogramRequest(TypedDict):
+    """One answer of an engine that tells no rounds. own_rounds: {hypothesis: the rounds that it would have made}."""
+
+    histogram: list[int]
+    own_rounds: dict[str, list[int]]
+
+
+def judge_histograms(
+    drafter: str, positions: int, requests: Sequence[HistogramRequest], dtype: str = "bfloat16"
+) -> Verdict:
     """The verdict where the engine gives a histogram for each request instead of rounds (SGLang).
 
     A histogram is unlike a hypothesis's by the rounds that the two do not share. One such round in a request is allowed:
@@ -674,7 +721,7 @@ def judge_histograms(drafter: str, positions: int, requests: list[dict], dtype: 
     histograms = [_padded(request["histogram"], positions) for request in requests]
     rounds = [np.repeat(np.arange(positions + 1), histogram).tolist() for histogram in histograms]
     correct = [request["own_rounds"][CORRECT] for request in requests]
-    evidence: dict = {"engine": summary(rounds, positions), "replay": summary(correct, positions)}
+    evidence: VerdictEvidence = {"engine": summary(rounds, positions), "replay": summary(correct, positions)}
     unlike, telling = {}, {}
     for name in requests[0]["own_rounds"]:
         own = [np.bincount(request["own_rounds"][name], minlength=positions + 1) for request in requests]
@@ -685,7 +732,7 @@ def judge_histograms(drafter: str, positions: int, requests: list[dict], dtype: 
     left = [name for name in unlike if not surely_more(unlike[name], telling[name], noise)]
     left.sort(key=lambda name: (unlike[name], name != CORRECT))
     ranked = sorted(unlike, key=lambda name: (unlike[name], name != CORRECT))
-    evidence |= {"ranking": [{"hypothesis": name, "unlike": unlike[name], "rounds": telling[name]} for name in ranked]}
+    evidence["ranking"] = [{"hypothesis": name, "unlike": unlike[name], "rounds": telling[name]} for name in ranked]
     told = f"{drafter}: histograms of {len(requests)} requests, {telling[CORRECT]} rounds that can tell: "
     others = [name for name in left if name != CORRECT and _severity(name) != "precision"]
     if telling[CORRECT] < LEAST_ROUNDS:
@@ -701,7 +748,7 @@ def judge_histograms(drafter: str, positions: int, requests: list[dict], dtype: 
     return Verdict(drafter, FAULT, sentence, evidence, others[0], others[1:])
 
 
-def _padded(histogram: list[int], positions: int) -> np.ndarray:
+def _padded(histogram: list[int], positions: int) -> NDArray[Any]:
     if len(histogram) > positions + 1:
         raise Eagle3Error(
             f"histogram: found {len(histogram)} entries, expected at most positions + 1 = {positions + 1}"
@@ -712,17 +759,34 @@ def _padded(histogram: list[int], positions: int) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------ pooled counters
 
 
-def pooled_curves(own_rounds: dict[str, list[list[int]]], positions: int) -> dict[str, tuple]:
+class PooledCurve(NamedTuple):
+    """Rounds, rate at each position [K], and the covariance of the rates [K, K]."""
+
+    rounds: float
+    rates: NDArray[Any]
+    covariance: NDArray[Any]
+
+
+class PooledFit(TypedDict):
+    """One hypothesis against pooled counters; p small: the counters are not that hypothesis's."""
+
+    hypothesis: str
+    chi2: float
+    p: float
+
+
+def pooled_curves(own_rounds: dict[str, list[list[int]]], positions: int) -> dict[str, PooledCurve]:
     """For each hypothesis, from its rounds by request: number of rounds, curve [K], and the curve's covariance [K, K]."""
-    table = {}
+    table: dict[str, PooledCurve] = {}
     for name, rounds in own_rounds.items():
         counts = request_counts(rounds, positions)
         draws = np.random.default_rng(0).integers(0, len(counts), (2000, len(counts)))
-        table[name] = counts[:, 0].sum(), curve(counts), np.atleast_2d(np.cov(curve(counts[draws]).T))
+        covariance = np.atleast_2d(np.cov(curve(counts[draws]).T))
+        table[name] = PooledCurve(float(counts[:, 0].sum()), curve(counts), covariance)
     return table
 
 
-def rank_pooled(engine: np.ndarray, curves: dict[str, tuple]) -> list[dict]:
+def rank_pooled(engine: NDArray[Any], curves: dict[str, PooledCurve]) -> list[PooledFit]:
     """Hypotheses against pooled counters alone (Prometheus), as of other tokens than the replayed ones.
 
     The curves differ by the chance of both samples: the covariance of a hypothesis's curve comes from resampling its
@@ -735,7 +799,8 @@ def rank_pooled(engine: np.ndarray, curves: dict[str, tuple]) -> list[dict]:
         [{"hypothesis", "chi2", "p"}], best first; p small: the counters are not that hypothesis's.
     """
     engine = np.asarray(engine, float)
-    found, table = engine[1:] / engine[0], []
+    found = engine[1:] / engine[0]
+    table: list[PooledFit] = []
     floor = np.eye(len(found)) / engine[0] ** 2  # one round: a position that is never accepted still has some width
     for name, (rounds, expected, covariance) in curves.items():
         difference = found - expected
@@ -747,7 +812,7 @@ def rank_pooled(engine: np.ndarray, curves: dict[str, tuple]) -> list[dict]:
 # ---------------------------------------------------------------------------------------------------- several drafters
 
 
-def judge_together(verdicts: list[Verdict]) -> dict:
+def judge_together(verdicts: Sequence[Verdict]) -> Together:
     """What several drafters in one engine say together: a fault that all of them show is the engine's.
 
     Returns:
@@ -779,7 +844,11 @@ def judge_together(verdicts: list[Verdict]) -> dict:
 # ----------------------------------------------------------------------------------------------------------------- cost
 
 
-def speed(plain: list[dict], speculative: list[dict], correct_length: float | None = None) -> dict:
+def speed(
+    plain: Sequence[Mapping[str, float]],
+    speculative: Sequence[Mapping[str, float]],
+    correct_length: float | None = None,
+) -> Cost:
     """Cost apart from acceptance, from runs of the same requests with and without speculation.
 
     Args:
@@ -799,7 +868,7 @@ def speed(plain: list[dict], speculative: list[dict], correct_length: float | No
     round_ = np.median([run["seconds"] / run["rounds"] for run in speculative])
     length = float(np.median([run["tokens"] / run["rounds"] for run in speculative]))
     cost = float(round_ / step)
-    result = {
+    result: Cost = {
         "step_ratio": cost,
         "break_even_length": cost,
         "mean_length": length,
@@ -807,14 +876,14 @@ def speed(plain: list[dict], speculative: list[dict], correct_length: float | No
         "repeats": [len(plain), len(speculative)],
     }
     if correct_length:
-        result |= {"from_acceptance": length / correct_length, "from_cost": correct_length / cost}
+        result["from_acceptance"], result["from_cost"] = length / correct_length, correct_length / cost
     return result
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-def check(replay: dict) -> None:
+def check(replay: Replay) -> None:
     """Refuse a replay whose parts do not belong together, or rounds that do not make up the emitted text."""
     requests, positions = replay.get("requests"), replay.get("positions")
     where = f"replay of {replay.get('drafter')}"
@@ -840,7 +909,7 @@ def check(replay: dict) -> None:
             _check_rounds(request, at)
 
 
-def _check_rounds(request: dict, where: str) -> None:
+def _check_rounds(request: ReplayedRequest, where: str) -> None:
     """Prefill emits one token, each round its accepted ones and one more, each step without drafts one; the last may
     overshoot the end."""
     rounds, length = request["engine_rounds"], request["output_length"]
@@ -853,7 +922,7 @@ def _check_rounds(request: dict, where: str) -> None:
         )
 
 
-def check_same(measured: dict, replay: dict) -> None:
+def check_same(measured: Benchmark, replay: Replay) -> None:
     """Refuse an engine run (benchmark.json) and a replay that are not of the same target, K and tokens."""
     for name in ("positions", "target"):
         found, expected = replay.get(name), measured.get(name)

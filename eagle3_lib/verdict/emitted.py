@@ -5,12 +5,14 @@ The tests are :mod:`eagle3_lib.verdict.lossless`'s; here the replay's features a
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..drafter.model import Drafter
 from ..params import GREEDY, SamplingSettings
+from ..results import GreedyChoices, MeasuredRequest, PlainTokens
 from ..targets.capture import Features, capture
 from . import lossless
 from .rounds import Laid
@@ -27,12 +29,20 @@ class Told:
     end_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Compared:
+    """How one answer compares with the target: greedy tokens by their ranks, sampled ones by their probabilities."""
+
+    greedy: GreedyChoices | None = None
+    emission: lossless.Emission | None = None
+
+
 def coarser(*dtypes: str) -> str:
     """The one of some types that rounds most."""
     return min(dtypes, key=COARSEST_FIRST.index)
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def drafts_and_margins(drafter: Drafter, fused: Tensor, token_ids: list[int], steps: int) -> tuple[Tensor, Tensor]:
     """What the drafter proposes at each slot and step, the earlier steps being right.
 
@@ -48,8 +58,14 @@ def drafts_and_margins(drafter: Drafter, fused: Tensor, token_ids: list[int], st
 
 
 def compare(
-    target, drafter: Drafter, request: dict, features: Features, laid: Laid | None, steps: int, told: Told
-) -> dict:
+    target: Any,
+    drafter: Drafter,
+    request: MeasuredRequest,
+    features: Features,
+    laid: Laid | None,
+    steps: int,
+    told: Told,
+) -> Compared:
     """How one answer compares with what the target would have emitted.
 
     Args:
@@ -58,8 +74,7 @@ def compare(
         laid: places of its rounds; None where they are not known.
         steps: K.
     Returns:
-        greedy: {"greedy": as :func:`eagle3_lib.verdict.lossless.greedy`, "lossless": tokens that are not the target's first choice,
-        near ties left out}; sampled: {"emission": as :func:`eagle3_lib.verdict.lossless.emission_of`}.
+        what the greedy tokens are, or what the sampled ones must have been drawn from.
     """
     start, emitted = len(request["prompt_ids"]), len(request["output_ids"])
     hidden = features.last_hidden[start - 1 : start - 1 + emitted]
@@ -68,9 +83,9 @@ def compare(
         rounds = (laid, request["accepted"], request.get("drafted")) if laid and request["accepted"] else ()
         answer = lossless.Answer(request["prompt_ids"], request["output_ids"], *rounds)
         choices = lossless.greedy_of(target.lm_head, hidden, answer, *settings)
-        return {"greedy": choices, "lossless": choices["not_first_choice"] - choices["near_ties"]}
+        return Compared(choices)
     if not emitted:
-        return {}
+        return Compared()
     proposed, margins = drafts_and_margins(
         drafter, features.fused, request["prompt_ids"] + request["output_ids"], steps
     )
@@ -82,7 +97,7 @@ def compare(
         request.get("drafted"),
         *(_at_tokens(some, start, emitted) for some in (proposed, margins)),
     )
-    return {"emission": lossless.emission_of(target.lm_head, hidden, answer, *settings)}
+    return Compared(emission=lossless.emission_of(target.lm_head, hidden, answer, *settings))
 
 
 def _at_tokens(at_slots: Tensor, prompt_length: int, emitted: int) -> Tensor:
@@ -94,7 +109,7 @@ def _at_tokens(at_slots: Tensor, prompt_length: int, emitted: int) -> Tensor:
     return from_one_before[prompt_length - 1 : prompt_length - 1 + emitted]
 
 
-def plain(target, boundary: int, requests: Iterable[dict], told: Told) -> dict:
+def plain(target: Any, boundary: int, requests: Iterable[MeasuredRequest], told: Told) -> PlainTokens:
     """How the answers of plain decoding compare with what the target would have emitted.
 
     Args:
@@ -103,20 +118,26 @@ def plain(target, boundary: int, requests: Iterable[dict], told: Told) -> dict:
         {"requests", "tokens", "not_greedy": tokens that are not the target's first choice, near ties left out, or None,
         "sampled": as :func:`eagle3_lib.verdict.lossless.judge`, or None}
     """
-    requests = [request for request in requests if request["output_ids"]]
+    answered = [request for request in requests if request["output_ids"]]
     settings = told.sampling, told.end_ids, told.dtype
-    texts = [request["prompt_ids"] + request["output_ids"] for request in requests]
-    result = {"requests": len(requests), "tokens": sum(len(request["output_ids"]) for request in requests)}
+    texts = [request["prompt_ids"] + request["output_ids"] for request in answered]
+    result: PlainTokens = {
+        "requests": len(answered),
+        "tokens": sum(len(request["output_ids"]) for request in answered),
+        "not_greedy": None,
+        "sampled": None,
+    }
     not_greedy, emissions = 0, []
-    for request, features in zip(requests, capture(target, texts, [boundary]), strict=True):
+    for request, features in zip(answered, capture(target, texts, [boundary]), strict=True):
         hidden = features.last_hidden[len(request["prompt_ids"]) - 1 : -1]
         answer = lossless.Answer(request["prompt_ids"], request["output_ids"], Laid(idle=list(range(1, len(hidden)))))
         if told.sampling.temperature:
             emissions.append(lossless.emission_of(target.lm_head, hidden, answer, *settings))
         else:
             choices = lossless.greedy_of(target.lm_head, hidden, answer, *settings)
-            not_greedy += choices["not_first_choice"] - choices["near_ties"]
-    if not emissions:
-        return result | {"not_greedy": not_greedy, "sampled": None}
-    judged = lossless.judge(lossless.Emission.join(emissions), told.sampling.temperature)
-    return result | {"not_greedy": None, "sampled": judged}
+            not_greedy += lossless.wrong(choices)
+    if emissions:
+        result["sampled"] = lossless.judge(lossless.Emission.join(emissions), told.sampling.temperature)
+    else:
+        result["not_greedy"] = not_greedy
+    return result

@@ -6,12 +6,15 @@ correct engine or the hypothesis accepted something: where 90 % of the rounds ac
 nothing anywhere reproduces 90 % of them, and has explained nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
 
+from ..results import Interval, Replay, ReplayedRequest, VerdictEvidence, WrongTokens
 from .acceptance import bootstrap, summary
 from .changes import HEALTHY as CORRECT
 from .rounds import comparable
@@ -38,42 +41,44 @@ class Table:
     among them; suspects: of each other config.json; since: of faults that begin inside the answers.
     """
 
-    request: np.ndarray
-    slot: np.ndarray
-    place: np.ndarray
-    round: np.ndarray
-    beside: np.ndarray
-    engine: np.ndarray
-    drafted: np.ndarray
-    outside: np.ndarray
-    counts: dict[str, np.ndarray]
-    suspects: dict[str, np.ndarray]
-    since: dict[str, np.ndarray]
+    request: NDArray[Any]
+    slot: NDArray[Any]
+    place: NDArray[Any]
+    round: NDArray[Any]
+    beside: NDArray[Any]
+    engine: NDArray[Any]
+    drafted: NDArray[Any]
+    outside: NDArray[Any]
+    counts: dict[str, NDArray[Any]]
+    suspects: dict[str, NDArray[Any]]
+    since: dict[str, NDArray[Any]]
     requests: int
 
     @property
-    def correct(self) -> np.ndarray:
+    def correct(self) -> NDArray[Any]:
         return self.counts[CORRECT]
 
     @property
-    def departing(self) -> np.ndarray:
-        return self.engine != self.correct
+    def departing(self) -> NDArray[Any]:
+        return np.asarray(self.engine != self.correct)
 
-    def can_tell(self, name: str = CORRECT) -> np.ndarray:
+    def can_tell(self, name: str = CORRECT) -> NDArray[Any]:
         """Rounds [rounds] in which the engine, a correct engine or the hypothesis accepted something."""
-        return (self.engine > 0) | (self.correct > 0) | (self.counts[name] > 0)
+        return np.asarray((self.engine > 0) | (self.correct > 0) | (self.counts[name] > 0))
 
-    def by_request(self, values: np.ndarray) -> np.ndarray:
+    def by_request(self, values: NDArray[Any]) -> NDArray[Any]:
         """Sums [requests] of a column."""
-        return np.bincount(self.request, values, self.requests)
+        return np.asarray(np.bincount(self.request, values, self.requests))
 
     def __len__(self) -> int:
         return len(self.engine)
 
     @classmethod
-    def of(cls, requests: Iterable[dict]) -> "Table":
+    def of(cls, requests: Iterable[ReplayedRequest]) -> "Table":
         """requests: those of replay.json."""
-        columns: dict[str, list] = {name: [] for name in ("request", "slot", "place", "round", "engine", "drafted")}
+        columns: dict[str, list[NDArray[Any]]] = {
+            name: [] for name in ("request", "slot", "place", "round", "engine", "drafted")
+        }
         columns |= {"outside": [], "beside": []}
         counts, suspects, since = _Named(), _Named(), _Named()
         times, index = [], -1
@@ -102,16 +107,16 @@ class Table:
 class _Named:
     """Columns by name, of which requests may lack some."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.sizes: list[int] = []
-        self.parts: dict[str, dict[int, np.ndarray]] = {}
+        self.parts: dict[str, dict[int, NDArray[Any]]] = {}
 
-    def add(self, counts: dict[str, list[int]], kept: list[int]) -> None:
+    def add(self, counts: Mapping[str, Sequence[int]], kept: list[int]) -> None:
         for name, some in counts.items():
             self.parts.setdefault(name, {})[len(self.sizes)] = np.array(some, COUNTS)[kept]
         self.sizes.append(len(kept))
 
-    def joined(self) -> dict[str, np.ndarray]:
+    def joined(self) -> dict[str, NDArray[Any]]:
         """Whole columns; the parts of each are let go as soon as it is whole."""
         found = {}
         for name in list(self.parts):
@@ -121,15 +126,17 @@ class _Named:
         return found
 
 
-def _times(request: dict) -> tuple[float, float, int] | None:
+def _times(request: ReplayedRequest) -> tuple[float, float, int] | None:
     """When an answer's first and last tokens came, in seconds, and its length; None where the run does not say."""
-    if any(request.get(name) is None for name in ("started_s", "seconds", "first_token_s")):
+    started, seconds, first = request.get("started_s"), request.get("seconds"), request.get("first_token_s")
+    if started is None or seconds is None or first is None:
         return None
-    started = request["started_s"]
-    return started + request["first_token_s"], started + request["seconds"], request["output_length"]
+    return started + first, started + seconds, request["output_length"]
 
 
-def _beside(times: list[tuple | None], request: np.ndarray, place: np.ndarray) -> np.ndarray:
+def _beside(
+    times: Sequence[tuple[float, float, int] | None], request: NDArray[Any], place: NDArray[Any]
+) -> NDArray[Any]:
     """Other requests [rounds] that were being decoded when each round ran; nan where that is not known.
 
     The tokens of an answer are taken as evenly spaced in time.
@@ -140,7 +147,7 @@ def _beside(times: list[tuple | None], request: np.ndarray, place: np.ndarray) -
     when = first[request] + (last - first)[request] * (place + 1) / np.maximum(length[request], 1)
     begun = np.searchsorted(np.sort(first), when, side="right")
     ended = np.searchsorted(np.sort(last), when, side="left")
-    return (begun - ended - 1).clip(0).astype(np.float32)
+    return np.asarray((begun - ended - 1).clip(0).astype(np.float32))
 
 
 @dataclass
@@ -153,31 +160,34 @@ class Evidence:
     such tokens. in_vocabulary: [tokens, those in the draft vocabulary].
     """
 
-    replay: dict
+    replay: Replay
     table: Table
-    engine_rounds: list[np.ndarray]
-    drafted: list[np.ndarray | None]
-    replay_rounds: list[np.ndarray]
-    replay_drafted: list[np.ndarray | None]
+    engine_rounds: list[NDArray[Any]]
+    drafted: list[NDArray[Any] | None]
+    replay_rounds: list[NDArray[Any]]
+    replay_drafted: list[NDArray[Any] | None]
     left_out: dict[str, int]
     unjudged: dict[str, str]
     tokens: int
     not_greedy: int
-    accepted: np.ndarray
-    own: np.ndarray
+    accepted: NDArray[Any]
+    own: NDArray[Any]
     wrong_requests: int
-    in_vocabulary: np.ndarray
+    in_vocabulary: NDArray[Any]
 
     @classmethod
-    def of(cls, replay: dict) -> "Evidence":
-        rounds: dict[str, list] = {name: [] for name in ("engine_rounds", "drafted", "replay_rounds", "replay_drafted")}
+    def of(cls, replay: Replay) -> "Evidence":
+        rounds: dict[str, list[Any]] = {
+            name: [] for name in ("engine_rounds", "drafted", "replay_rounds", "replay_drafted")
+        }
         left_out = dict.fromkeys(("cut", "without a sure place", "without drafts"), 0)
-        unjudged, tokens, not_greedy, wrong_requests = {}, 0, 0, 0
+        unjudged: dict[str, str] = {}
+        tokens, not_greedy, wrong_requests = 0, 0, 0
         accepted, own, in_vocabulary = (np.zeros(2, int) for _ in range(3))
         for index, request in enumerate(replay["requests"]):
             rows = request["rows"]
-            if request.get("unjudged"):
-                unjudged[str(request.get("id", index))] = request["unjudged"]
+            if why := request.get("unjudged"):
+                unjudged[str(request.get("id", index))] = why
             left_out["cut"] += sum(row["cut"] for row in rows)
             left_out["without a sure place"] += sum(not row.get("sure", True) and not row["cut"] for row in rows)
             left_out["without drafts"] += request.get("without_drafts", 0)
@@ -208,10 +218,16 @@ class Evidence:
             **rounds,
         )
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> VerdictEvidence:
         positions = self.replay["positions"]
-        greedy = {"tokens": self.tokens, "not_greedy": self.not_greedy, "share": self.not_greedy / max(self.tokens, 1)}
-        greedy |= {"accepted": self.accepted.tolist(), "own": self.own.tolist(), "requests": self.wrong_requests}
+        greedy: WrongTokens = {
+            "tokens": self.tokens,
+            "not_greedy": self.not_greedy,
+            "share": self.not_greedy / max(self.tokens, 1),
+            "accepted": self.accepted.tolist(),
+            "own": self.own.tolist(),
+            "requests": self.wrong_requests,
+        }
         return {
             "engine": summary(self.engine_rounds, positions, self.drafted),
             "replay": summary(self.replay_rounds, positions, self.replay_drafted),
@@ -230,12 +246,12 @@ class Evidence:
             "tokens_not_greedy": greedy if self.tokens else {},
         }
 
-    def gap(self) -> dict:
+    def gap(self) -> Interval:
         """Accepted tokens in a round, engine minus correct engine at the same slots, with a paired interval."""
         table = self.table
         return mean_by_request(table, table.engine - table.correct)
 
-    def losses(self) -> dict:
+    def losses(self) -> dict[str, float | None]:
         """What becomes of a round: shares of the rounds compared, by how a correct engine's round ends there.
 
         Returns:
@@ -257,7 +273,7 @@ class Evidence:
             "lost at later steps": inside & (table.correct > 0),
         }
         tokens, drafts = self.in_vocabulary.tolist()
-        found = {name: round(float(of.mean()), 6) for name, of in shares.items()}
+        found: dict[str, float | None] = {name: round(float(of.mean()), 6) for name, of in shares.items()}
         found["lost by the engine"] = round(float((table.correct - table.engine).mean()), 6)
         return found | {"vocabulary_ceiling": drafts / tokens if tokens else None}
 
@@ -269,7 +285,7 @@ def surely_more(departing: int, rounds: int, share: float, false_alarm: float = 
     return bool(stats.binom.sf(departing - 1, rounds, share) < false_alarm)
 
 
-def agreement(table: Table, name: str = CORRECT, among: np.ndarray | None = None) -> dict:
+def agreement(table: Table, name: str = CORRECT, among: NDArray[Any] | None = None) -> Interval:
     """Share of the rounds that a hypothesis reproduces, with an interval by request.
 
     Args:
@@ -282,15 +298,15 @@ def agreement(table: Table, name: str = CORRECT, among: np.ndarray | None = None
     return bootstrap(ratio, pairs)
 
 
-def mean_by_request(table: Table, values: np.ndarray) -> dict:
+def mean_by_request(table: Table, values: NDArray[Any]) -> Interval:
     """Mean of a column over rounds, with an interval by request."""
     if not len(table):
         return {"value": 0.0, "low": 0.0, "high": 0.0, "n": table.requests}
     return bootstrap(ratio, np.column_stack([table.by_request(np.ones(len(table))), table.by_request(values)]))
 
 
-def ratio(counts: np.ndarray) -> np.ndarray:
+def ratio(counts: NDArray[Any]) -> NDArray[Any]:
     """Sum of the second column over sum of the first, [..., requests, 2] -> [...]; nan without rounds."""
     total = counts.sum(-2)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return total[..., 1] / total[..., 0]
+        return np.asarray(total[..., 1] / total[..., 0])

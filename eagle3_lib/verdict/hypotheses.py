@@ -1,15 +1,18 @@
 """Replay of a correct engine and of every fault of the catalogue on an engine's tokens, in one forward pass of the target."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from ..drafter.model import Drafter
-from ..targets.capture import Features, capture
+from ..results import MeasuredRequest, ReplayedRequest, Text
+from ..targets.capture import Features, Stream, capture
 from .changes import HEALTHY, TargetParts
 from .emitted import Told
 from .emitted import compare as compare_tokens
 from .faults import FAULTS
+from .lossless import Emission, wrong
 from .replay import From, Setup, Texts, all_slots, captured_for, correct, counts_at, own_rounds
 from .rounds import (
     NOT_TOLD,
@@ -37,7 +40,7 @@ def hypotheses(drafter: Drafter, parts: TargetParts, names: Iterable[str] | None
     return setups
 
 
-def extra_streams(setups: dict[str, Setup]) -> set:
+def extra_streams(setups: dict[str, Setup]) -> set[Stream]:
     """What one pass of the target must capture for all of them: ``capture(..., also=...)``."""
     return captured_for(setups.values())
 
@@ -68,15 +71,15 @@ TOKENS_AT_ONCE = 8192  # of the texts whose streams are held together: about 40 
 
 
 def examine(
-    target,
+    target: Any,
     drafter: Drafter,
-    requests: list[dict],
+    requests: Sequence[MeasuredRequest],
     steps: int,
     names: Iterable[str] | None = None,
     told: Told | None = None,
     ranks: int = 1,
     suspects: dict[str, Setup] | None = None,
-) -> list[dict]:
+) -> list[ReplayedRequest]:
     """Replay a correct engine and the catalogue on an engine's tokens: the ``requests`` of replay.json.
 
     Args:
@@ -92,22 +95,26 @@ def examine(
         not compared, or None, "without_drafts": steps that drafted nothing, "in_vocabulary": tokens of the answer that are in
         the draft vocabulary, "replay_rounds", "replay_drafted", "rows", "hypotheses" and "suspects": {name: accepted counts
         at the engine's rounds}, and how its tokens compare with the target's: "greedy" and "lossless" (tokens that are not
-        the target's first choice), or "emission" where they were sampled}.
+        the target's first choice), where they were not sampled}.
     """
-    return list(examining(target, drafter, requests, steps, names, told or Told(), ranks, suspects or {}))
+    examined = examining(target, drafter, requests, steps, names, told or Told(), ranks, suspects or {})
+    return [request for request, _ in examined]
 
 
 def examining(
-    target,
+    target: Any,
     drafter: Drafter,
-    requests: list[dict],
+    requests: Sequence[MeasuredRequest],
     steps: int,
     names: Iterable[str] | None,
     told: Told,
     ranks: int = 1,
     suspects: dict[str, Setup] | None = None,
-) -> Iterator[dict]:
-    """The requests of :func:`examine`, one after the other, a few texts at a time in memory."""
+) -> Iterator[tuple[ReplayedRequest, Emission | None]]:
+    """The requests of :func:`examine`, one after the other, a few texts at a time in memory.
+
+    Beside each what its sampled tokens must have been drawn from; None where they were greedy.
+    """
     setups = hypotheses(drafter, TargetParts.of(target, ranks), names)
     laid = lay_all(requests, steps)
     for group in _groups(requests):
@@ -116,7 +123,13 @@ def examining(
 
 
 def counts_from(
-    target, drafter: Drafter, requests: list[dict], steps: int, names: Iterable[str], since: int, ranks: int = 1
+    target: Any,
+    drafter: Drafter,
+    requests: Sequence[MeasuredRequest],
+    steps: int,
+    names: Iterable[str],
+    since: int,
+    ranks: int = 1,
 ) -> Iterator[dict[str, list[int]]]:
     """For each request, each fault's accepted counts at the engine's rounds where the fault begins inside the answers.
 
@@ -138,7 +151,7 @@ def counts_from(
             yield {name: capped(of[index], request.get("drafted")) for name, of in counts.items()}
 
 
-def _groups(requests: list[dict]) -> Iterator[list[int]]:
+def _groups(requests: Sequence[Text]) -> Iterator[list[int]]:
     """Indices of requests whose texts are held together."""
     group: list[int] = []
     for index, request in enumerate(requests):
@@ -154,11 +167,11 @@ def _placed(laid: Laid | str) -> Laid:
     return laid if isinstance(laid, Laid) else Laid()
 
 
-def _tokens(request: dict) -> int:
+def _tokens(request: Text) -> int:
     return len(request["prompt_ids"]) + len(request["output_ids"])
 
 
-def lay_all(requests: list[dict], steps: int) -> list[Laid | str]:
+def lay_all(requests: Sequence[MeasuredRequest], steps: int) -> list[Laid | str]:
     """Each request's rounds on its text, or why they are not compared."""
     found = [_lay(request, steps) for request in requests]
     idle = any(isinstance(laid, Laid) and laid.idle for laid in found)
@@ -167,7 +180,7 @@ def lay_all(requests: list[dict], steps: int) -> list[Laid | str]:
     return found
 
 
-def _lay(request: dict, steps: int, may_idle: bool = False) -> Laid | str:
+def _lay(request: MeasuredRequest, steps: int, may_idle: bool = False) -> Laid | str:
     if request["accepted"] is None:
         return NOT_TOLD
     if said := contradiction(request, steps):
@@ -175,22 +188,22 @@ def _lay(request: dict, steps: int, may_idle: bool = False) -> Laid | str:
     return lay(len(request["output_ids"]), request["accepted"], request.get("chunks") or (), may_idle)
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def _examine(
-    target,
+    target: Any,
     setups: dict[str, Setup],
     suspects: dict[str, Setup],
-    requests: list[dict],
+    requests: Sequence[MeasuredRequest],
     laid: list[Laid | str],
     steps: int,
     told: Told,
-) -> Iterator[dict]:
+) -> Iterator[tuple[ReplayedRequest, Emission | None]]:
     features, texts = forward(target, {**suspects, **setups}, requests)
     everywhere = counts_at(setups[HEALTHY], texts, all_slots(texts), steps)
     faulty = {name: setup for name, setup in setups.items() if name != HEALTHY}
     placed = [_placed(some) for some in laid]
     slots = [some.slots(length) for some, length in zip(placed, texts.prompt_lengths, strict=True)]
-    rounds = [request["accepted"] if some.firsts else [] for request, some in zip(requests, placed, strict=True)]
+    rounds = [request["accepted"] or [] if some.firsts else [] for request, some in zip(requests, placed, strict=True)]
     counts = {name: counts_at(setup, texts, slots, steps, rounds) for name, setup in faulty.items()}
     of_suspects = {name: counts_at(setup, texts, slots, steps, rounds) for name, setup in suspects.items()}
     vocabulary = frozenset(setups[HEALTHY].drafter.target_ids.tolist())
@@ -201,10 +214,13 @@ def _examine(
             drafted = request.get("drafted")
             examined["suspects"] = {name: capped(of[index], drafted) for name, of in of_suspects.items()}
         known = placed[index] if isinstance(laid[index], Laid) else None
-        yield examined | compare_tokens(target, setups[HEALTHY].drafter, request, features[index], known, steps, told)
+        tokens = compare_tokens(target, setups[HEALTHY].drafter, request, features[index], known, steps, told)
+        if tokens.greedy is not None:
+            examined["greedy"], examined["lossless"] = tokens.greedy, wrong(tokens.greedy)
+        yield examined, tokens.emission
 
 
-def forward(target, setups: dict[str, Setup], requests: list[dict]) -> tuple[list[Features], Texts]:
+def forward(target: Any, setups: dict[str, Setup], requests: Sequence[Text]) -> tuple[list[Features], Texts]:
     """One forward pass of the target over the requests' texts, for all setups."""
     texts = [request["prompt_ids"] + request["output_ids"] for request in requests]
     boundaries = setups[HEALTHY].drafter.config.boundaries
@@ -213,13 +229,13 @@ def forward(target, setups: dict[str, Setup], requests: list[dict]) -> tuple[lis
 
 
 def tell(
-    request: dict,
+    request: MeasuredRequest,
     laid: Laid | str,
     everywhere: list[int],
     counts: dict[str, list[int]],
     steps: int,
     vocabulary: frozenset[int] | None = None,
-) -> dict:
+) -> ReplayedRequest:
     """A request of replay.json, from a correct engine's counts at all slots and each fault's at the engine's rounds.
 
     Args:
@@ -227,33 +243,40 @@ def tell(
     """
     start, drafted = len(request["prompt_ids"]), request.get("drafted")
     accepted = [0] * (start - 1) + everywhere
-    told = {
+    told: ReplayedRequest = {
         "id": request["id"],
         "prompt_length": start,
         "output_length": len(request["output_ids"]),
         "in_vocabulary": sum(_drafts_it(token, vocabulary) for token in request["output_ids"]),
         "engine_rounds": request["accepted"] or [],
         "drafted": drafted,
+        "replay_rounds": walk(accepted, start),
+        "replay_drafted": None,
+        "rows": [],
+        "unjudged": None,
+        "without_drafts": 0,
+        "hypotheses": {},
     }
-    told |= {name: request[name] for name in ("started_s", "seconds", "first_token_s") if name in request}
+    if "started_s" in request:
+        told["started_s"] = request["started_s"]
+    if "seconds" in request:
+        told["seconds"] = request["seconds"]
+    if "first_token_s" in request:
+        told["first_token_s"] = request["first_token_s"]
     if isinstance(laid, str):
-        nothing = {"unjudged": laid, "without_drafts": 0, "rows": [], "hypotheses": {}, "drafted": None}
-        return told | nothing | {"replay_rounds": walk(accepted, start), "replay_drafted": None}
-    drafts_at = drafts_by_slot(laid, request["accepted"], drafted, start)
-    replay_rounds, replay_drafted = walk_as_drafted(accepted, start, drafts_at, steps)
-    rows = compare(request["accepted"], accepted, start, steps, drafted, laid)
-    for row in rows:
+        told["unjudged"], told["drafted"] = laid, None
+        return told
+    rounds = request["accepted"] or []
+    drafts_at = drafts_by_slot(laid, rounds, drafted, start)
+    told["replay_rounds"], told["replay_drafted"] = walk_as_drafted(accepted, start, drafts_at, steps)
+    told["rows"] = compare(rounds, accepted, start, steps, drafted, laid)
+    for row in told["rows"]:
         stops_at = row["slot"] + 2 + row["replay"] - start
         ends_there = row["replay"] < row["drafted"] and stops_at < len(request["output_ids"])
         row["outside"] = ends_there and not _drafts_it(request["output_ids"][stops_at], vocabulary)
-    return told | {
-        "unjudged": None,
-        "without_drafts": len(laid.idle),
-        "replay_rounds": replay_rounds,
-        "replay_drafted": replay_drafted,
-        "rows": rows,
-        "hypotheses": {name: capped(some, drafted) for name, some in counts.items()},
-    }
+    told["without_drafts"] = len(laid.idle)
+    told["hypotheses"] = {name: capped(some, drafted) for name, some in counts.items()}
+    return told
 
 
 def _drafts_it(token: int, vocabulary: frozenset[int] | None) -> bool:

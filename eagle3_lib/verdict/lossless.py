@@ -17,14 +17,17 @@ Logits are made and processed for a few rows at a time: nothing of the size of t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
 from ..errors import Eagle3Error
 from ..params import SamplingSettings
+from ..results import CalibrationBin, GreedyChoices, SampledTokens, TokenTest
 from .rounds import Laid
 
 ALARM = 1e-3  # the share of correct runs in which any test fails, by Holm's method over the tests of a run
@@ -91,20 +94,20 @@ class Emission:
     distribution without the draft. by_temperature: [tokens, POWERS] surprisal at other temperatures.
     """
 
-    role: np.ndarray
-    surprisal: np.ndarray
-    expected: np.ndarray
-    variance: np.ndarray
-    third: np.ndarray
-    p_draft: np.ndarray
-    is_draft: np.ndarray
-    counts: np.ndarray
-    recovered_surprisal: np.ndarray
-    recovered_expected: np.ndarray
-    recovered_variance: np.ndarray
-    recovered_third: np.ndarray
-    drafter_surprisal: np.ndarray
-    by_temperature: np.ndarray
+    role: NDArray[Any]
+    surprisal: NDArray[Any]
+    expected: NDArray[Any]
+    variance: NDArray[Any]
+    third: NDArray[Any]
+    p_draft: NDArray[Any]
+    is_draft: NDArray[Any]
+    counts: NDArray[Any]
+    recovered_surprisal: NDArray[Any]
+    recovered_expected: NDArray[Any]
+    recovered_variance: NDArray[Any]
+    recovered_third: NDArray[Any]
+    drafter_surprisal: NDArray[Any]
+    by_temperature: NDArray[Any]
 
     @classmethod
     def join(cls, parts: list["Emission"]) -> "Emission":
@@ -116,7 +119,7 @@ class Emission:
 # ------------------------------------------------------------------------------------------------------ greedy decoding
 
 
-def greedy(logits: Tensor, tokens: Tensor, near_tie: float = NEAR_TIE["float32"]) -> dict:
+def greedy(logits: Tensor, tokens: Tensor, near_tie: float = NEAR_TIE["float32"]) -> GreedyChoices:
     """logits [n, V] of the positions that emitted ``tokens`` [n].
 
     Returns:
@@ -127,7 +130,7 @@ def greedy(logits: Tensor, tokens: Tensor, near_tie: float = NEAR_TIE["float32"]
     return _ties(first, first - _pick(logits, tokens), near_tie)
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def greedy_of(
     head: Callable[[Tensor], Tensor],
     last_hidden: Tensor,
@@ -136,7 +139,7 @@ def greedy_of(
     end_ids: Sequence[int] = (),
     dtype: str = "float32",
     rows: int = ROWS,
-) -> dict:
+) -> GreedyChoices:
     """:func:`greedy` of one answer, after penalties and ``min_tokens``.
 
     Args:
@@ -160,11 +163,17 @@ def greedy_of(
     found = _ties(first, margin, NEAR_TIE[dtype])
     if answer.laid is None:
         return found
-    wrong = (margin > _allowed(first, NEAR_TIE[dtype])).numpy()
+    refused = (margin > _allowed(first, NEAR_TIE[dtype])).numpy()
     drafted = answer.drafted or [max(answer.accepted, default=0) + 1] * len(answer.accepted)
-    role = np.array(roles(answer.laid, answer.accepted, drafted, len(wrong))[0], str)
+    role = np.array(roles(answer.laid, answer.accepted, drafted, len(refused))[0], str)
     parts = {"accepted": role == ACCEPTED, "own": np.isin(role, (RECOVERED, BONUS, PLAIN))}
-    return found | {name: [int(part.sum()), int(wrong[part].sum())] for name, part in parts.items()}
+    found["accepted"], found["own"] = ([int(part.sum()), int(refused[part].sum())] for part in parts.values())
+    return found
+
+
+def wrong(choices: GreedyChoices) -> int:
+    """Tokens that are not the target's first choice, near ties left out."""
+    return choices["not_first_choice"] - choices["near_ties"]
 
 
 def _allowed(first: Tensor, near_tie: float) -> Tensor:
@@ -172,7 +181,7 @@ def _allowed(first: Tensor, near_tie: float) -> Tensor:
     return near_tie * (first.abs() / NEAR_TIE_UP_TO).clamp_min(1)
 
 
-def _ties(first: Tensor, margins: Tensor, near_tie: float) -> dict:
+def _ties(first: Tensor, margins: Tensor, near_tie: float) -> GreedyChoices:
     allowed = _allowed(first, near_tie)
     return {
         "tokens": len(margins),
@@ -255,8 +264,10 @@ def _candidates(logits: Tensor, settings: SamplingSettings) -> tuple[Tensor, Ten
     if not settings.top_k and settings.top_p == 1 and not settings.min_p:
         return logits, None
     if settings.top_k:
-        return logits.topk(min(settings.top_k + 64, logits.shape[-1]), -1)
-    return logits.sort(-1, descending=True)
+        values, ids = logits.topk(min(settings.top_k + 64, logits.shape[-1]), -1)
+    else:
+        values, ids = logits.sort(-1, descending=True)
+    return values, ids
 
 
 def _reach(scaled: Tensor, mass: Tensor, settings: SamplingSettings, tolerance: float = 0.0) -> Tensor:
@@ -388,39 +399,39 @@ def emission_of(
     return _emission(head, last_hidden, answer, settings, end_ids, *ties, drafter_logp, rows)
 
 
-@torch.no_grad()
 def _emission(
-    head,
+    head: Callable[[Tensor], Tensor],
     last_hidden: Tensor,
     answer: Answer,
-    settings,
-    end_ids,
+    settings: SamplingSettings,
+    end_ids: Sequence[int],
     near_tie: float,
     draft_near_tie: float,
-    drafter_logp,
-    rows,
+    drafter_logp: Callable[[slice], Tensor] | None,
+    rows: int,
 ) -> Emission:
     role, drafts = _known_drafts(answer, draft_near_tie)
     parts = []
-    for start in range(0, len(role), rows):
-        some = slice(start, start + rows)
-        raw = head(last_hidden[some]).float()
-        logits = processed(raw, settings, answer.prompt_ids, answer.output_ids, start, end_ids)
-        ids = torch.tensor(answer.output_ids[some], device=logits.device)
-        draft = drafts[some].to(logits.device)
-        values = _values(logits, ids, draft, role[some] == RECOVERED, settings, near_tie)
-        of_drafter = torch.full_like(values["surprisal"], torch.nan)
-        if drafter_logp is not None:
-            logp = drafter_logp(some).double()
-            of_drafter = -_pick(logp.scatter(-1, draft.clamp_min(0)[:, None], -torch.inf).log_softmax(-1), ids)
-        values["drafter_surprisal"] = of_drafter
-        parts.append({name: value.cpu().numpy() for name, value in values.items()})
+    with torch.no_grad():
+        for start in range(0, len(role), rows):
+            some = slice(start, start + rows)
+            raw = head(last_hidden[some]).float()
+            logits = processed(raw, settings, answer.prompt_ids, answer.output_ids, start, end_ids)
+            ids = torch.tensor(answer.output_ids[some], device=logits.device)
+            draft = drafts[some].to(logits.device)
+            values = _values(logits, ids, draft, role[some] == RECOVERED, settings, near_tie)
+            of_drafter = torch.full_like(values["surprisal"], torch.nan)
+            if drafter_logp is not None:
+                logp = drafter_logp(some).double()
+                of_drafter = -_pick(logp.scatter(-1, draft.clamp_min(0)[:, None], -torch.inf).log_softmax(-1), ids)
+            values["drafter_surprisal"] = of_drafter
+            parts.append({name: value.cpu().numpy() for name, value in values.items()})
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     counts = answer.laid is not None and not answer.laid.idle
     return Emission(role=role, counts=np.full(len(role), counts), **joined)
 
 
-def _known_drafts(answer: Answer, near_tie: float) -> tuple[np.ndarray, Tensor]:
+def _known_drafts(answer: Answer, near_tie: float) -> tuple[NDArray[Any], Tensor]:
     """Roles [n], and the replayed draft [n] at each token's place: -1 where none stood or none is known for certain."""
     tokens = len(answer.output_ids)
     drafts = torch.full((tokens,), -1)
@@ -443,7 +454,9 @@ def _known_drafts(answer: Answer, near_tie: float) -> tuple[np.ndarray, Tensor]:
     return np.array(role), drafts
 
 
-def _values(logits: Tensor, ids: Tensor, draft: Tensor, is_recovered: np.ndarray, settings, near_tie: float) -> dict:
+def _values(
+    logits: Tensor, ids: Tensor, draft: Tensor, is_recovered: NDArray[Any], settings: SamplingSettings, near_tie: float
+) -> dict[str, Tensor]:
     """The fields of :class:`Emission` that the target's logits [rows, V] give.
 
     A token that truncation keeps out by no more than a near tie counts as if it were kept, and a draft that only this makes
@@ -519,7 +532,9 @@ def _moments(sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return log_total, log_total - mean, variance, -(cube - 3 * mean * variance - mean**3)
 
 
-def _by_temperature(below: Tensor, token: Tensor, exists: Tensor, settings, truncated: bool, near_tie: float) -> Tensor:
+def _by_temperature(
+    below: Tensor, token: Tensor, exists: Tensor, settings: SamplingSettings, truncated: bool, near_tie: float
+) -> Tensor:
     """[rows, POWERS] surprisal at inverse temperatures of 1 .. POWERS times STEP / T, of logits below the first [rows, C].
 
     One exponential; the others are its powers.
@@ -559,7 +574,7 @@ def _pick(values: Tensor, columns: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------- verdict
 
 
-def judge(emitted: Emission, temperature: float) -> dict:
+def judge(emitted: Emission, temperature: float) -> SampledTokens:
     """Tests of a sampled run, and the name of what is wrong.
 
     Returns:
@@ -583,13 +598,18 @@ def judge(emitted: Emission, temperature: float) -> dict:
         tests = {name: test for name, test in tests.items() if name not in OF_COUNTS}
     differing = int((accepted & ~e.is_draft).sum())
     repeated = int((recovered & e.is_draft).sum())
-    result = {
+    result: SampledTokens = {
+        "lossless": True,
+        "fault": None,
         "tokens": len(e.role),
         "unplaced": int((e.role == UNKNOWN).sum()),
+        "tests": tests,
         "drafts_differ": {"tokens": differing, "of": int(accepted.sum())},
         "recovered_equal_to_draft": repeated,
         "acceptance": {"expected": _mean(p), "found": _mean(was_accepted)},
         "calibration": bins,
+        "best_temperature": temperature,
+        "cannot_tell": [],
     }
     failed = _holm(tests)
     includes = not differing and _includes_draft(repeated, e.p_draft[recovered], tests, failed)
@@ -600,15 +620,14 @@ def judge(emitted: Emission, temperature: float) -> dict:
     for name, test in tests.items():
         test["failed"] = name in failed
     best, gain = _best_temperature(e, temperature)
-    result |= {"tests": tests, "best_temperature": best}
+    result["tests"], result["best_temperature"] = tests, best
     result["fault"] = _name(e, result, failed, includes, gain, temperature)
-    return result | {
-        "lossless": result["fault"] is None,
-        "cannot_tell": _cannot_tell(result, doubtful, bool(known.any())),
-    }
+    result["lossless"] = result["fault"] is None
+    result["cannot_tell"] = _cannot_tell(result, doubtful, bool(known.any()))
+    return result
 
 
-def _tests(e: Emission, p: np.ndarray, accepted: np.ndarray, replaced: np.ndarray) -> dict[str, dict]:
+def _tests(e: Emission, p: NDArray[Any], accepted: NDArray[Any], replaced: NDArray[Any]) -> dict[str, TokenTest]:
     free = np.isin(e.role, (BONUS, PLAIN))
     impossible = (accepted & (p <= 0)) | (~accepted & (p >= 1))
     found = np.where(impossible, np.inf, accepted)
@@ -623,7 +642,7 @@ def _tests(e: Emission, p: np.ndarray, accepted: np.ndarray, replaced: np.ndarra
     return tests | {CALIBRATION: _chi_square(p, accepted)}
 
 
-def _holm(tests: dict[str, dict]) -> set[str]:
+def _holm(tests: dict[str, TokenTest]) -> set[str]:
     """The tests that fail at the level ALARM of all together (Holm 1979, Scandinavian Journal of Statistics 6, 65-70)."""
     made = sorted((name for name in tests if tests[name]["n"]), key=lambda name: tests[name]["p"])
     failed = set()
@@ -634,7 +653,7 @@ def _holm(tests: dict[str, dict]) -> set[str]:
     return failed
 
 
-def _z(found: np.ndarray, expected: np.ndarray, variance: np.ndarray, third: np.ndarray) -> dict:
+def _z(found: NDArray[Any], expected: NDArray[Any], variance: NDArray[Any], third: NDArray[Any]) -> TokenTest:
     """Two-sided test of a sum, by the tails of a gamma distribution with the sum's variance and skewness.
 
     With a normal distribution's tails few tokens, or rare events, would raise false alarms; a sum that is more skewed than
@@ -655,7 +674,7 @@ def _z(found: np.ndarray, expected: np.ndarray, variance: np.ndarray, third: np.
     return {"z": z, "p": float(min(1, 2 * tail)), "n": len(found), "sees": sees}
 
 
-def _chi_square(p: np.ndarray, accepted: np.ndarray) -> dict:
+def _chi_square(p: NDArray[Any], accepted: NDArray[Any]) -> TokenTest:
     """Whether drafts of each predicted probability are accepted that often: chi-square over bins of p.
 
     Bins are joined upwards until the accepted count of each has a variance of MIN_VARIANCE at least; z is the normal
@@ -676,7 +695,7 @@ def _chi_square(p: np.ndarray, accepted: np.ndarray) -> dict:
     return {"z": float(stats.norm.isf(level / 2)) if level else None, "p": level, "n": len(p), "sees": None}
 
 
-def _bins(p: np.ndarray, accepted: np.ndarray) -> list[dict]:
+def _bins(p: NDArray[Any], accepted: NDArray[Any]) -> list[CalibrationBin]:
     """Predicted and found acceptance by predicted probability, for a figure."""
     at = np.minimum((p * BINS).astype(int), BINS - 1)
     return [
@@ -692,7 +711,7 @@ def _bins(p: np.ndarray, accepted: np.ndarray) -> list[dict]:
     ]
 
 
-def _includes_draft(repeated: int, p_draft: np.ndarray, tests: dict[str, dict], failed: set[str]) -> bool:
+def _includes_draft(repeated: int, p_draft: NDArray[Any], tests: dict[str, TokenTest], failed: set[str]) -> bool:
     """Whether recovered tokens that equal the replayed draft come from a verifier that leaves the draft in.
 
     An engine that drafts otherwise gives such tokens too, from a correct verifier: there a draft is accepted less often than
@@ -732,7 +751,9 @@ def _best_temperature(e: Emission, temperature: float) -> tuple[float, float]:
     return round(temperature / (STEP * power), 2), gain
 
 
-def _name(e: Emission, result: dict, failed: set[str], includes: bool, gain: float, temperature: float) -> str | None:
+def _name(
+    e: Emission, result: SampledTokens, failed: set[str], includes: bool, gain: float, temperature: float
+) -> str | None:
     tests, best = result["tests"], result["best_temperature"]
     if result["acceptance"]["found"] == 1 and ACCEPTANCE in failed:
         return "drafts always accepted"
@@ -755,7 +776,7 @@ def _name(e: Emission, result: dict, failed: set[str], includes: bool, gain: flo
     return f"tokens not drawn from the target's distribution ({', '.join(sorted(failed))})"
 
 
-def _everywhere(e: Emission, tests: dict[str, dict]) -> bool:
+def _everywhere(e: Emission, tests: dict[str, TokenTest]) -> bool:
     """Whether recovered tokens, and those where no draft stood, are as surprising as all are, too much or too little.
 
     So it is with a wrong temperature, while what an engine does wrongly with drafts leaves these tokens alone. Tests that
@@ -765,12 +786,12 @@ def _everywhere(e: Emission, tests: dict[str, dict]) -> bool:
     told = [
         tests[name]
         for name in (REPLACED, FREE)
-        if name in tests and tests[name]["n"] and tests[name]["sees"] < abs(shift)
+        if name in tests and tests[name]["n"] and (tests[name]["sees"] or 0.0) < abs(shift)
     ]
     return bool(told) and all(test["z"] is None or test["z"] * np.sign(shift) > 2.6 for test in told)
 
 
-def _cannot_tell(result: dict, doubtful: bool, drafted: bool) -> list[str]:
+def _cannot_tell(result: SampledTokens, doubtful: bool, drafted: bool) -> list[str]:
     tests, differ, unplaced = result["tests"], result["drafts_differ"], result["unplaced"]
     sentences = []
     if differ["tokens"]:
@@ -794,12 +815,12 @@ def _cannot_tell(result: dict, doubtful: bool, drafted: bool) -> list[str]:
             continue
         if not test["n"]:
             sentences.append(f"{name}: no tokens")
-        elif not test["failed"] and test["sees"] > few:
+        elif not test["failed"] and (sees := test["sees"] or 0.0) > few:
             unit = "points" if name == ACCEPTANCE else "nats"
-            size = 100 * test["sees"] if name == ACCEPTANCE else test["sees"]
+            size = 100 * sees if name == ACCEPTANCE else sees
             sentences.append(f"{name}: {test['n']} tokens do not show a difference below {size:.2g} {unit}")
     return sentences
 
 
-def _mean(values: np.ndarray) -> float | None:
+def _mean(values: NDArray[Any]) -> float | None:
     return float(np.mean(values)) if len(values) else None

@@ -5,14 +5,17 @@ The file is plain JSON. Each request stands on a line of its own, between the fi
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, TypedDict, overload
 
+from .. import results
 from ..errors import Eagle3Error
 from ..paths import short_path
+from ..results import Acceptance, Agreement, Replay, ReplayedRequest
 from . import acceptance
 
-SCHEMA = 2
 OPENING, CLOSING = ' "requests":[\n', " ]"  # without the space that json.dumps puts there: it marks this layout
 
 
@@ -22,39 +25,41 @@ class Writer:
     A context manager: what is not finished leaves nothing behind.
     """
 
-    def __init__(self, path: Path, header: dict):
+    def __init__(self, path: Path, header: Mapping[str, Any]):
         """header: the fields that are known before the first request."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.temporary = path, path.with_name(f".{path.name}.{os.getpid()}")
         self.file, self.count = self.temporary.open("w"), 0
-        self.file.write(_fields({"schema": SCHEMA} | header, "{\n", ",\n") + OPENING)
+        self.file.write(_fields({"schema": results.REPLAY_SCHEMA, **header}, "{\n", ",\n") + OPENING)
 
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.file.close()
         self.temporary.unlink(missing_ok=True)
 
-    def add(self, request: dict) -> None:
+    def add(self, request: ReplayedRequest) -> None:
         self.file.write(",\n" if self.count else "")
         self.file.write(json.dumps(request, allow_nan=False, separators=(",", ":")))
         self.count += 1
 
-    def finish(self, summary: dict) -> None:
+    def finish(self, summary: Mapping[str, Any]) -> None:
         """summary: the fields that the requests together give."""
         self.file.write("\n" + CLOSING + _fields(summary, ",\n", "\n}\n"))
         self.file.close()
         os.replace(self.temporary, self.path)
 
 
-def _fields(values: dict, before: str, after: str) -> str:
+def _fields(values: Mapping[str, Any], before: str, after: str) -> str:
     lines = json.dumps(values, indent=1, allow_nan=False).split("\n")[1:-1]
     return before + "\n".join(lines) + after
 
 
-class Requests(Sequence):
-    """The requests of a replay.json, each read from the file when it is asked for."""
+class Requests(Sequence[ReplayedRequest]):
+    """The requests of a replay.json, each read from the file and checked when it is asked for."""
 
     def __init__(self, path: Path, offsets: list[int]):
         self.path, self.offsets = path, offsets
@@ -62,25 +67,31 @@ class Requests(Sequence):
     def __len__(self) -> int:
         return len(self.offsets)
 
-    def __getitem__(self, index):
+    @overload
+    def __getitem__(self, index: int) -> ReplayedRequest: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[ReplayedRequest]: ...
+
+    def __getitem__(self, index: int | slice) -> ReplayedRequest | list[ReplayedRequest]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         with self.path.open("rb") as file:
             file.seek(self.offsets[index])
-            return _request(file.readline())
+            return self._request(file.readline(), index)
 
-    def __iter__(self) -> Iterator[dict]:
+    def __iter__(self) -> Iterator[ReplayedRequest]:
         with self.path.open("rb") as file:
-            for offset in self.offsets:
+            for index, offset in enumerate(self.offsets):
                 file.seek(offset)
-                yield _request(file.readline())
+                yield self._request(file.readline(), index)
+
+    def _request(self, line: bytes, index: int) -> ReplayedRequest:
+        where = f"{short_path(self.path)}: requests: [{index}]"
+        return results.check_line(ReplayedRequest, line.rstrip().removesuffix(b","), where)
 
 
-def _request(line: bytes) -> dict:
-    return json.loads(line.rstrip().removesuffix(b","))
-
-
-def read(path: Path) -> dict:
+def read(path: Path) -> Replay:
     """A replay.json; "requests" are read when they are asked for.
 
     Raises:
@@ -88,7 +99,9 @@ def read(path: Path) -> dict:
     """
     if not path.is_file():
         raise Eagle3Error(f"{short_path(path)}: no such file; run the stage that writes it first")
-    before, after, offsets = [], [], []
+    before: list[bytes] = []
+    after: list[bytes] = []
+    offsets: list[int] = []
     with path.open("rb") as file:
         lines, part = iter(file.readline, b""), before
         for line in lines:
@@ -96,17 +109,18 @@ def read(path: Path) -> dict:
                 offsets, part = _offsets(file, line_end=CLOSING.encode()), after
                 continue
             part.append(line)
-    text = b"".join([*before, b' "requests": null' if part is after else b"", *after])
+    text = b"".join([*before, b' "requests": []' if part is after else b"", *after])
     try:
         result = json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise Eagle3Error(f"{short_path(path)}: not JSON: {error}; run stage 08 again") from error
+    found = results.check(Replay, result, short_path(path), results.REPLAY_SCHEMA)
     if part is after:
-        result["requests"] = Requests(path, offsets)
-    return result
+        found["requests"] = Requests(path, offsets)
+    return found
 
 
-def _offsets(file, line_end: bytes) -> list[int]:
+def _offsets(file: BinaryIO, line_end: bytes) -> list[int]:
     """Where each request's line begins; leaves ``file`` after the closing bracket."""
     offsets = []
     while True:
@@ -119,15 +133,33 @@ def _offsets(file, line_end: bytes) -> list[int]:
             offsets.append(offset)
 
 
+class Tallied(TypedDict):
+    """Fields of replay.json that the requests together give."""
+
+    agreement: Agreement
+    engine_acceptance: Acceptance
+    replay_acceptance: Acceptance
+
+
 class Tally:
     """What the requests of a replay give together, added one by one."""
 
     def __init__(self, positions: int):
-        self.positions, self.engine, self.replay = positions, ([], []), ([], [])
-        names = ("rounds", "equal", "cut", "unsure", "without_drafts", "tokens_not_greedy")
-        self.agreement = dict.fromkeys(names, 0)
+        self.positions = positions
+        self.engine: list[Sequence[int]] = []
+        self.drafted: list[Sequence[int] | None] = []
+        self.replay: list[Sequence[int]] = []
+        self.replay_drafted: list[Sequence[int] | None] = []
+        self.agreement: Agreement = {
+            "rounds": 0,
+            "equal": 0,
+            "cut": 0,
+            "unsure": 0,
+            "without_drafts": 0,
+            "tokens_not_greedy": 0,
+        }
 
-    def add(self, request: dict) -> None:
+    def add(self, request: ReplayedRequest) -> None:
         rows = request["rows"]
         unequal = [row for row in rows if row["engine"] != row["replay"]]
         self.agreement["rounds"] += len(rows)
@@ -136,16 +168,14 @@ class Tally:
         self.agreement["unsure"] += sum(not row["sure"] and not row["cut"] for row in unequal)
         self.agreement["without_drafts"] += request["without_drafts"]
         self.agreement["tokens_not_greedy"] += request.get("lossless", 0)
-        for kept, rounds, drafted in (
-            (self.engine, "engine_rounds", "drafted"),
-            (self.replay, "replay_rounds", "replay_drafted"),
-        ):
-            kept[0].append(request[rounds])
-            kept[1].append(request[drafted])
+        self.engine.append(request["engine_rounds"])
+        self.drafted.append(request["drafted"])
+        self.replay.append(request["replay_rounds"])
+        self.replay_drafted.append(request["replay_drafted"])
 
-    def summary(self) -> dict:
+    def summary(self) -> Tallied:
         return {
             "agreement": self.agreement,
-            "engine_acceptance": acceptance.summary(self.engine[0], self.positions, self.engine[1]),
-            "replay_acceptance": acceptance.summary(self.replay[0], self.positions, self.replay[1]),
+            "engine_acceptance": acceptance.summary(self.engine, self.positions, self.drafted),
+            "replay_acceptance": acceptance.summary(self.replay, self.positions, self.replay_drafted),
         }

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from ..results import Benchmark, Counters, MeasuredRequest, Round
+
 NOT_TOLD = "the engine tells no rounds of it"
 
 
@@ -196,7 +198,9 @@ def walk_as_drafted(
     return rounds, drafted
 
 
-def drafts_by_slot(laid: Laid, accepted: Sequence[int], drafted: Sequence[int] | None, prompt_length: int) -> dict:
+def drafts_by_slot(
+    laid: Laid, accepted: Sequence[int], drafted: Sequence[int] | None, prompt_length: int
+) -> dict[int, int]:
     """{slot: drafts of the engine's step that emitted the token after it}; 0 at steps without drafts.
 
     Slots of rounds with unknown drafts are left out.
@@ -215,7 +219,7 @@ def compare(
     steps: int,
     drafted: list[int] | None = None,
     laid: Laid | None = None,
-) -> list[dict]:
+) -> list[Round]:
     """Each of the engine's rounds beside what the replay says of a round at the same slot.
 
     Args:
@@ -232,16 +236,15 @@ def compare(
         slots, sure = round_slots(engine_rounds, prompt_length), [True] * len(engine_rounds)
     else:
         slots, sure = laid.slots(prompt_length), laid.sure
-    rows = []
+    rows: list[Round] = []
     for slot, count, drafts, placed in zip(slots, engine_rounds, drafted or [steps] * len(slots), sure, strict=True):
         replayed = min(accepted[slot], drafts) if slot < len(accepted) else 0
         cut = slot + 1 + drafts > len(accepted)
-        row = {"slot": slot, "drafted": drafts, "engine": count, "replay": replayed, "cut": cut, "sure": placed}
-        rows.append(row)
+        rows.append({"slot": slot, "drafted": drafts, "engine": count, "replay": replayed, "cut": cut, "sure": placed})
     return rows
 
 
-def comparable(row: dict) -> bool:
+def comparable(row: Round) -> bool:
     """Whether a row of :func:`compare` can tell an engine from another: drafts, all inside the text, at one place."""
     return not row["cut"] and row.get("sure", True) and row.get("drafted") != 0
 
@@ -258,7 +261,7 @@ def round_slots(rounds: list[int], prompt_length: int) -> list[int]:
 # ------------------------------------------------------------------------------------------------------ contradictions
 
 
-def at_context_limit(request: dict, bench: dict) -> bool:
+def at_context_limit(request: MeasuredRequest, bench: Benchmark) -> bool:
     """Whether an answer came so near to the end of the context that a round's drafts did not fit.
 
     vLLM then runs the drafter for no request of the batch, and hands token 0 on as every draft
@@ -274,7 +277,7 @@ def at_context_limit(request: dict, bench: dict) -> bool:
     return beyond or (bench["positions"] > 2 and list(drafted[-2:]) == [2, 1])
 
 
-def contradiction(request: dict, positions: int) -> str | None:
+def contradiction(request: MeasuredRequest, positions: int) -> str | None:
     """What contradicts the rounds of one answer, as a sentence; None where nothing does.
 
     Args:
@@ -282,7 +285,7 @@ def contradiction(request: dict, positions: int) -> str | None:
             "totals", both the engine's own.
         positions: K.
     """
-    accepted, drafted = request["accepted"], request.get("drafted")
+    accepted, drafted = told_rounds(request), request.get("drafted")
     if accepted and max(accepted) > positions:
         return f"found a round with {max(accepted)} accepted drafts, expected at most K = {positions}"
     if drafted is not None and len(drafted) != len(accepted):
@@ -292,45 +295,53 @@ def contradiction(request: dict, positions: int) -> str | None:
     over = [(a, d) for a, d in zip(accepted, drafted or accepted, strict=True) if a > d]
     if over:
         return f"found a round that accepts {over[0][0]} of {over[0][1]} drafts"
-    if request.get("totals") and not totals_fit(request, positions):
-        totals = request["totals"]
+    totals, histogram = request.get("totals"), request.get("histogram")
+    if totals and not totals_fit(request, positions):
         return (
             f"its rounds are {len(accepted)} with {sum(accepted)} accepted drafts, the engine's own count is "
             f"{totals['rounds']} with {totals['accepted']}"
         )
-    if request.get("histogram") and not histogram_fits(request, positions):
-        return f"its rounds by accepted count are {_histogram(accepted, positions)}, the engine's own {request['histogram']}"
+    if histogram and not histogram_fits(request, positions):
+        return f"its rounds by accepted count are {_histogram(accepted, positions)}, the engine's own {histogram}"
     laid = lay(len(request["output_ids"]), accepted, request.get("chunks") or ())
     return laid if isinstance(laid, str) else None
 
 
-def totals_fit(request: dict, positions: int) -> bool:
+def totals_fit(request: MeasuredRequest, positions: int) -> bool:
     """Whether an engine's totals are those of the rounds: its last round may count drafts past the answer's end."""
-    totals, accepted = request["totals"], request["accepted"]
+    totals, accepted = request["totals"], told_rounds(request)
+    assert totals is not None
     past_end = totals["accepted"] - sum(accepted)
     return totals["rounds"] == len(accepted) and 0 <= past_end <= _hidden(accepted, positions)
 
 
-def histogram_fits(request: dict, positions: int) -> bool:
+def histogram_fits(request: MeasuredRequest, positions: int) -> bool:
     """Whether an engine's rounds by accepted count are those of the rounds, the last round as in :func:`totals_fit`."""
-    accepted = request["accepted"]
-    told = [*request["histogram"], *[0] * (positions + 1 - len(request["histogram"]))]
+    accepted, histogram = told_rounds(request), request["histogram"] or []
+    told = [*histogram, *[0] * (positions + 1 - len(histogram))]
     lasts = range(accepted[-1], positions + 1) if accepted else []
     return told in [_histogram([*accepted[:-1], last], positions) for last in lasts] or told == _histogram(
         accepted, positions
     )
 
 
-def counters_contradict(requests: list[dict], counted: dict, positions: int) -> str | None:
+def counters_contradict(requests: Sequence[MeasuredRequest], counted: Counters, positions: int) -> str | None:
     """What an engine's counters over some requests contradict in their rounds; None where all fits."""
-    found = sum(len(request["accepted"]) for request in requests)
+    rounds = [told_rounds(request) for request in requests]
+    found = sum(len(accepted) for accepted in rounds)
     if found != counted["rounds"]:
         return f"the rounds of the requests are {found}, the engine's counters tell {counted['rounds']}"
-    past_end = sum(counted["accepted"]) - sum(sum(request["accepted"]) for request in requests)
-    if not 0 <= past_end <= sum(_hidden(request["accepted"], positions) for request in requests):
-        accepted = sum(sum(request["accepted"]) for request in requests)
-        return f"the requests accepted {accepted} drafts, the engine's counters tell {sum(counted['accepted'])}"
+    drafts = sum(sum(accepted) for accepted in rounds)
+    past_end = sum(counted["accepted"]) - drafts
+    if not 0 <= past_end <= sum(_hidden(accepted, positions) for accepted in rounds):
+        return f"the requests accepted {drafts} drafts, the engine's counters tell {sum(counted['accepted'])}"
     return None
+
+
+def told_rounds(request: MeasuredRequest) -> list[int]:
+    """Accepted counts of the rounds of an answer whose rounds are told."""
+    assert request["accepted"] is not None
+    return request["accepted"]
 
 
 def _hidden(accepted: Sequence[int], positions: int) -> int:

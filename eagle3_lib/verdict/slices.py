@@ -10,10 +10,13 @@ explain and whose other side is as a healthy engine's.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import xlogy
 
+from ..results import Where
 from .evidence import FALSE_ALARM, Table, surely_more
 
 PLACE, ROUND, REQUEST, BESIDE = "place", "round", "request", "beside"
@@ -32,7 +35,7 @@ class Slice:
     """
 
     by: str
-    inside: np.ndarray
+    inside: NDArray[Any]
     p: float | None
     counts: dict[str, tuple[int, int]]
     since: int | None = None
@@ -52,9 +55,16 @@ class Slice:
             return f"from {where.format(max(self.since, 0))} on"
         return f"before {where.format(self.until)}"
 
-    def as_dict(self) -> dict:
-        found = {"by": self.by, "since": self.since, "until": self.until, "p": self.p} | self.counts
-        return found | {"requests": self.requests and list(self.requests)}
+    def as_dict(self) -> Where:
+        return {
+            "by": self.by,
+            "since": self.since,
+            "until": self.until,
+            "p": self.p,
+            "inside": self.counts["inside"],
+            "outside": self.counts["outside"],
+            "requests": list(self.requests) if self.requests else None,
+        }
 
 
 def find(table: Table, noise: float) -> Slice | None:
@@ -86,7 +96,7 @@ def departing_requests(table: Table) -> Slice | None:
     return Slice(REQUEST, inside, None, counts, requests=tuple(np.flatnonzero(some).tolist()))
 
 
-def _counts(table: Table, inside: np.ndarray) -> dict[str, tuple[int, int]]:
+def _counts(table: Table, inside: NDArray[Any]) -> dict[str, tuple[int, int]]:
     tells, departs = table.can_tell(), table.departing
     return {
         name: (int((departs & side).sum()), int((tells & side).sum()))
@@ -99,7 +109,7 @@ class _Split:
     """One order's best split."""
 
     by: str
-    inside: np.ndarray  # [rounds] of the table
+    inside: NDArray[Any]  # [rounds] of the table
     score: float  # likelihood ratio beyond what chance gives on average
     p: float
 
@@ -120,11 +130,11 @@ class _Split:
         return replace(found, until=int(inside.max()) + 1)
 
 
-def _values(table: Table, by: str) -> np.ndarray:
+def _values(table: Table, by: str) -> NDArray[Any]:
     return {PLACE: table.place, ROUND: table.round, REQUEST: table.request, BESIDE: table.beside}[by]
 
 
-def _split(table: Table, by: str, telling: np.ndarray, departing: np.ndarray) -> _Split | None:
+def _split(table: Table, by: str, telling: NDArray[Any], departing: NDArray[Any]) -> _Split | None:
     values = _values(table, by)
     levels, level = np.unique(values[telling], return_inverse=True)
     if len(levels) < 2 or np.isnan(values).any():
@@ -138,23 +148,23 @@ def _split(table: Table, by: str, telling: np.ndarray, departing: np.ndarray) ->
     return _Split(by, inside, float(ratios[0] - by_chance.mean()), min(p, 1.0))
 
 
-def _inside(table: Table, by: str, values: np.ndarray, levels: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+def _inside(table: Table, by: str, values: NDArray[Any], levels: NDArray[Any], chosen: NDArray[Any]) -> NDArray[Any]:
     """The rounds [rounds] of the chosen levels; an order's slice begins and ends with a departing round."""
     if by == REQUEST:
         return np.isin(values, levels[chosen])
     inside = (values >= levels[chosen].min()) & (values <= levels[chosen].max())
     departing = values[inside & table.departing]
     if chosen[-1]:
-        return values >= departing.min()
-    return values <= departing.max()
+        return np.asarray(values >= departing.min())
+    return np.asarray(values <= departing.max())
 
 
 # For deals [deals, levels] of departing rounds over levels of these sizes: the largest ratio of each [deals], and the levels
 # [deals, levels] on the side that departs more.
-Best = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+Best = Callable[[NDArray[Any], NDArray[Any]], tuple[NDArray[Any], NDArray[Any]]]
 
 
-def _by_chance(best_of: Best, sizes: np.ndarray, departing: int) -> np.ndarray:
+def _by_chance(best_of: Best, sizes: NDArray[Any], departing: int) -> NDArray[Any]:
     """The largest ratio of each random deal [DEALS], a few deals at a time."""
     random, at_once = np.random.default_rng(0), max(1, LEVELS_AT_ONCE // len(sizes))
     ratios = []
@@ -165,7 +175,7 @@ def _by_chance(best_of: Best, sizes: np.ndarray, departing: int) -> np.ndarray:
     return np.concatenate(ratios)
 
 
-def _best_of_order(dealt: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _best_of_order(dealt: NDArray[Any], sizes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Levels in their order, split at one place."""
     passed, rounds = dealt.cumsum(-1), sizes.cumsum()
     ratios = _ratios(passed, rounds)[:, :-1]
@@ -177,7 +187,7 @@ def _best_of_order(dealt: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np
     return ratios.max(-1), np.where(low_share > high_share, low, ~low)
 
 
-def _best_of_requests(dealt: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _best_of_requests(dealt: NDArray[Any], sizes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Requests, split into those that depart more and the others."""
     order = np.argsort(-dealt / sizes, -1, kind="stable")
     passed = np.take_along_axis(dealt, order, -1).cumsum(-1)
@@ -186,19 +196,20 @@ def _best_of_requests(dealt: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray,
     return ratios.max(-1), rank <= ratios.argmax(-1)[:, None]
 
 
-def _ratios(departing: np.ndarray, rounds: np.ndarray) -> np.ndarray:
+def _ratios(departing: NDArray[Any], rounds: NDArray[Any]) -> NDArray[Any]:
     """Log likelihood of two shares over that of one, for each split of levels [..., levels], from sums up to each level."""
     others, rest = departing[..., -1:] - departing, rounds[..., -1:] - rounds
     whole = _likelihood(departing[..., -1:], rounds[..., -1:])
-    return _likelihood(departing, rounds) + _likelihood(others, rest) - whole
+    return np.asarray(_likelihood(departing, rounds) + _likelihood(others, rest) - whole)
 
 
-def _likelihood(departing: np.ndarray, rounds: np.ndarray) -> np.ndarray:
+def _likelihood(departing: NDArray[Any], rounds: NDArray[Any]) -> NDArray[Any]:
     """Of a share of departing rounds, at its best value."""
-    return xlogy(departing, departing) + xlogy(rounds - departing, rounds - departing) - xlogy(rounds, rounds)
+    others = rounds - departing
+    return np.asarray(xlogy(departing, departing) + xlogy(others, others) - xlogy(rounds, rounds))
 
 
-def parts(table: Table, most: int = 12) -> dict[str, list[dict]]:
+def parts(table: Table, most: int = 12) -> dict[str, list[dict[str, int]]]:
     """How often rounds depart by place, round, request and company, for the figures of stage 09.
 
     Args:
@@ -223,7 +234,7 @@ def parts(table: Table, most: int = 12) -> dict[str, list[dict]]:
     return found
 
 
-def _part(values: np.ndarray, departing: np.ndarray) -> dict:
+def _part(values: NDArray[Any], departing: NDArray[Any]) -> dict[str, int]:
     return {
         "from": int(values.min()),
         "to": int(values.max()),

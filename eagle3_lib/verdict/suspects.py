@@ -12,18 +12,21 @@ does all of it on texts, and :func:`shim` is a shell line that tries one.
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy import stats
 
 from ..drafter.checkpoint import IDS, default_boundaries, read_config
 from ..drafter.model import Drafter
 from ..paths import project_path
+from ..results import MeasuredRequest, Score, Text, ToldSuspect
 from .acceptance import bootstrap
 from .changes import HEALTHY, TargetParts, boundaries, variant
 from .faults import FAULTS
@@ -85,7 +88,7 @@ def suspects(drafter: Drafter, parts: TargetParts) -> dict[str, Suspect]:
         drafter: as its config.json describes it, with grouped-query or latent attention.
         parts: of the target; a boundary above its number of layers is left out.
     """
-    catalogued: dict[tuple, str] = {}
+    catalogued: dict[Drafting, str] = {}
     for name, setup in hypotheses(drafter, parts, CATALOGUED).items():
         catalogued.setdefault(_drafting(setup), name)
     seen, found = {_drafting(correct(drafter))}, {}
@@ -97,7 +100,10 @@ def suspects(drafter: Drafter, parts: TargetParts) -> dict[str, Suspect]:
     return found
 
 
-def _drafting(setup: Setup) -> tuple:
+Drafting = tuple[object, ...]
+
+
+def _drafting(setup: Setup) -> Drafting:
     """All that decides the drafts of a setup among those of this module."""
     drafter, config = setup.drafter, setup.drafter.config
     flags = (config.norm_before_residual, config.norm_output, config.fc_norm, config.norm_before_fc)
@@ -152,7 +158,7 @@ def _ropes(healthy: Setup, parts: TargetParts) -> Iterator[Candidate]:
         yield "rope_parameters of the target", "rope_parameters", of_target, _turned(healthy, of_target)
 
 
-def _turned(healthy: Setup, rope_parameters: dict) -> Setup:
+def _turned(healthy: Setup, rope_parameters: dict[str, Any]) -> Setup:
     return replace(healthy, drafter=variant(healthy.drafter, rope_parameters=rope_parameters))
 
 
@@ -173,7 +179,7 @@ def _heads(drafter: Drafter) -> Iterator[Candidate]:
 # ------------------------------------------------------------------------------------------------------------ judgement
 
 
-def score(accepted: dict[str, list[list[int]]], correct: list[list[int]]) -> list[dict]:
+def score(accepted: dict[str, list[list[int]]], correct: list[list[int]]) -> list[Score]:
     """What each suspect accepts beside what the config does, at the same rounds.
 
     Args:
@@ -191,16 +197,15 @@ def score(accepted: dict[str, list[list[int]]], correct: list[list[int]]) -> lis
     if not sum(map(len, correct)):
         return []
     rows = [_row(name, _differences(counts, correct), correct, len(accepted)) for name, counts in accepted.items()]
-    rows.sort(key=lambda row: -row["gain"]["value"])
+    rows.sort(key=lambda row: -(row["gain"]["value"] or 0.0))
     for row in rows:
-        row["ties"] = []
         if _is_clear(row):
             others = {name: counts for name, counts in accepted.items() if name != row["name"]}
             row["ties"] = [name for name, counts in others.items() if not _beats(accepted[row["name"]], counts)]
     return rows
 
 
-def _row(name: str, differences: list[np.ndarray], correct: list[list[int]], suspects: int) -> dict:
+def _row(name: str, differences: list[NDArray[Any]], correct: list[list[int]], suspects: int) -> Score:
     pairs, every = _pairs(differences), np.concatenate(differences)
     won, lost = int((every > 0).sum()), int((every < 0).sum())
     p = stats.binomtest(won, max(won + lost, 1), alternative="greater").pvalue * suspects
@@ -210,14 +215,15 @@ def _row(name: str, differences: list[np.ndarray], correct: list[list[int]], sus
         "accepted": round(of_config + float(every.mean()), 6),
         "of_config": round(of_config, 6),
         "gain": bootstrap(_per_round, pairs),
-        "surely": bootstrap(_per_round, pairs, level=1 - 2 * FALSE_ALARM)["low"],
+        "surely": bootstrap(_per_round, pairs, level=1 - 2 * FALSE_ALARM)["low"] or 0.0,
         "requests": len(pairs),
         "differ": won + lost,
         "p": min(1.0, float(p)),
+        "ties": [],
     }
 
 
-def _differences(ours: list[list[int]], others: list[list[int]]) -> list[np.ndarray]:
+def _differences(ours: list[list[int]], others: list[list[int]]) -> list[NDArray[Any]]:
     """By request, our count minus the other's in each round; requests without rounds are left out."""
     lengths = [[len(counts) for counts in by_request] for by_request in (ours, others)]
     if lengths[0] != lengths[1]:
@@ -225,23 +231,24 @@ def _differences(ours: list[list[int]], others: list[list[int]]) -> list[np.ndar
     return [np.subtract(a, b) for a, b in zip(ours, others, strict=True) if len(b)]
 
 
-def _pairs(differences: list[np.ndarray]) -> np.ndarray:
+def _pairs(differences: list[NDArray[Any]]) -> NDArray[Any]:
     """[requests, 2] rounds, and the sum of the differences in them."""
     return np.array([(len(some), some.sum()) for some in differences], float)
 
 
-def _per_round(pairs: np.ndarray) -> np.ndarray:
+def _per_round(pairs: NDArray[Any]) -> NDArray[Any]:
     """[..., requests, 2] -> [...] the mean difference of a round."""
     total = pairs.sum(-2)
-    return total[..., 1] / total[..., 0]
+    return np.asarray(total[..., 1] / total[..., 0])
 
 
 def _beats(ours: list[list[int]], others: list[list[int]]) -> bool:
     pairs = _pairs(_differences(ours, others))
-    return bootstrap(_per_round, pairs, level=1 - 2 * UNTOLD)["low"] > 0
+    low = bootstrap(_per_round, pairs, level=1 - 2 * UNTOLD)["low"]
+    return low is not None and low > 0
 
 
-def clearly_better(scores: list[dict]) -> dict | None:
+def clearly_better(scores: Sequence[Score]) -> Score | None:
     """The suspect of :func:`score` that accepts most, of those that clearly accept more than the config, or None.
 
     Surely: by the sign test over rounds, with a false alarm of FALSE_ALARM over all suspects together, and by the bootstrap
@@ -250,7 +257,7 @@ def clearly_better(scores: list[dict]) -> dict | None:
     return next((row for row in scores if _is_clear(row)), None)
 
 
-def _is_clear(row: dict) -> bool:
+def _is_clear(row: Score) -> bool:
     sure = row["surely"] > 0 and row["p"] < FALSE_ALARM and row["requests"] >= LEAST_REQUESTS
     return sure and row["differ"] >= LEAST_DIFFERENT and row["accepted"] >= (1 + LEAST_GAIN) * row["of_config"]
 
@@ -266,12 +273,12 @@ class Examined:
     """
 
     slots: int
-    scores: list[dict]
+    scores: list[Score]
     suspect: Suspect | None
 
 
-@torch.no_grad()
-def examine(target, drafter: Drafter, requests: list[dict], steps: int) -> Examined:
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def examine(target: Any, drafter: Drafter, requests: Sequence[Text | MeasuredRequest], steps: int) -> Examined:
     """Replay all suspects on texts of the target.
 
     Args:
@@ -287,7 +294,7 @@ def examine(target, drafter: Drafter, requests: list[dict], steps: int) -> Exami
     counts: dict[str, list[list[int]]] = {name: [] for name in setups}
     for request in requests:
         _, texts = forward(target, setups, [request])
-        slots = _slots(request, steps) if "accepted" in request else all_slots(texts)
+        slots = _slots(cast(MeasuredRequest, request), steps) if "accepted" in request else all_slots(texts)
         for name, setup in setups.items():
             counts[name] += counts_at(setup, texts, slots, steps)
     of_config = counts.pop(HEALTHY)
@@ -296,7 +303,7 @@ def examine(target, drafter: Drafter, requests: list[dict], steps: int) -> Exami
     return Examined(sum(map(len, of_config)), scores, tried[best["name"]] if best else None)
 
 
-def _slots(request: dict, steps: int) -> list[list[int]]:
+def _slots(request: MeasuredRequest, steps: int) -> list[list[int]]:
     (laid,) = lay_all([request], steps)
     return [laid.slots(len(request["prompt_ids"])) if isinstance(laid, Laid) else []]
 
@@ -316,19 +323,24 @@ def shim(suspect: Suspect, folder: str | Path = "DRAFTER") -> str:
         folder: the drafter's; its config.json tells where the value must stand. Without one, a flat one is meant.
     """
     there = (project_path(folder) / "config.json").is_file()
-    new = json.dumps(changes(suspect, read_config(project_path(folder)) if there else {}))
+    new = json.dumps(config_fields(suspect, read_config(project_path(folder)) if there else {}))
     copy = f"{str(folder).rstrip('/')}-{re.sub('[^A-Za-z0-9_.]+', '-', suspect.name).strip('-')}"
     ours, theirs, path = (shlex.quote(str(word)) for word in (folder, copy, f"{copy}/config.json"))
     return f"cp -rL {ours} {theirs} && python3 -c {shlex.quote(EDIT)} {path} {shlex.quote(new)}"
 
 
-def told(suspect: Suspect, folder: str | Path) -> dict:
+def told(suspect: Suspect, folder: str | Path) -> ToldSuspect:
     """A suspect as replay.json and audit.json tell it; ``folder``: the drafter's."""
-    names = {"name": suspect.name, "field": suspect.field, "value": suspect.value, "fault": suspect.fault}
-    return names | {"shim": shim(suspect, folder)}
+    return {
+        "name": suspect.name,
+        "field": suspect.field,
+        "value": suspect.value,
+        "fault": suspect.fault,
+        "shim": shim(suspect, folder),
+    }
 
 
-def changes(suspect: Suspect, raw: dict) -> dict:
+def config_fields(suspect: Suspect, raw: dict[str, Any]) -> dict[str, Any]:
     """The top-level fields of config.json, whole, that give it the suspect's value everywhere engines look for it.
 
     Args:
@@ -345,7 +357,7 @@ def changes(suspect: Suspect, raw: dict) -> dict:
     if suspect.field in ("head_dim", "rope_theta", "rope_scaling", "rope_parameters"):
         fields = _head_fields(suspect) if suspect.field == "head_dim" else _rope_fields(suspect)
         return {"transformer_layer_config": layer | fields} if layer else fields
-    new: dict = {suspect.field: suspect.value}
+    new: dict[str, Any] = {suspect.field: suspect.value}
     if suspect.field in nested:
         new["eagle_config"] = nested | new
     if suspect.field == "fc_norm" and "use_aux_norm" in raw:
@@ -353,12 +365,12 @@ def changes(suspect: Suspect, raw: dict) -> dict:
     return new
 
 
-def _head_fields(suspect: Suspect) -> dict:
+def _head_fields(suspect: Suspect) -> dict[str, int]:
     config = suspect.setup.drafter.config
     return {name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
 
 
-def _rope_fields(suspect: Suspect) -> dict:
+def _rope_fields(suspect: Suspect) -> dict[str, Any]:
     """As transformers 4 (rope_theta, rope_scaling) and transformers 5 (rope_parameters) name them."""
     rope = suspect.setup.drafter.config.rope_parameters
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}

@@ -21,7 +21,7 @@ QUESTIONS = ["Name three animals that live in the sea.", "Why is the sky blue?",
 CELL = f"""
 import time
 from pathlib import Path
-from eagle3_lib import targets
+from eagle3_lib.targets import targets
 from eagle3_lib.engines import base, vllm
 from eagle3_lib.params import BenchmarkParams
 params = BenchmarkParams(mode="base", drafter="{DRAFTER}", max_model_len=256)

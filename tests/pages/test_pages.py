@@ -7,6 +7,7 @@ import browser
 import pytest
 from nbformat import v4
 
+from eagle3_lib.engines import timing
 from eagle3_lib.paths import ROOT
 from eagle3_lib.reports import plots, publish, report
 from eagle3_lib.reports.runs_index import write_index
@@ -19,17 +20,9 @@ PUBLISHED = ROOT / "reports" / "quickstart"
 def chromium():
     command = browser.find()
     if command is None:
-        pytest.skip("needs Chromium")
-    with browser.start(command) as page:
-        yield page
-
-
-@pytest.fixture(scope="module")
-def axe(tmp_path_factory):
-    source = browser.install_axe(tmp_path_factory.mktemp("axe"))
-    if source is None:
-        pytest.skip(f"needs npm and a registry that has {browser.AXE}")
-    return source
+        pytest.skip(f"needs an installed Chromium: looked for {', '.join(browser.NAMES)}")
+    with browser.start(command) as started:
+        yield started
 
 
 def data(place):
@@ -87,8 +80,8 @@ def site(tmp_path_factory):
         plots.rounds_over_text(request, [f" word{i}" for i in range(request["output_length"])]),
         plots.throughput(engine["speedup"]),
         plots.throughput_by_concurrency(levels),
-        plots.latency({mode: report.latency(run) for mode, run in runs.items()}),
-        plots.step_times({mode: report.step_time(runs[mode]) for mode in ("plain", "base", "finetuned")}),
+        plots.latency({mode: timing.latency(run) for mode, run in runs.items()}),
+        plots.step_times({mode: timing.step_time(runs[mode]) for mode in ("plain", "base", "finetuned")}),
         plots.break_even(break_even.of_run(4, [0.7, 0.5, 0.3, 0.2], {"1": 1.5, "8": 2.0})),
         plots.profile(published["profile"]),
         plots.training(log, published["training"]["evaluations"]),
@@ -132,64 +125,68 @@ def pages(site):
 
 
 def test_a_page_opens_without_the_network_and_asks_for_nothing(chromium, site):
-    for page in pages(site):
-        chromium.open(page)
-        assert chromium.requests == [page.resolve().as_uri()], page.name
-        assert chromium.evaluate("document.querySelector('h1').innerText.length") > 5
+    for path in pages(site):
+        with browser.opened(chromium, path) as (page, requests):
+            assert requests == [path.resolve().as_uri()], path.name
+            assert page.evaluate("document.querySelector('h1').innerText.length") > 5
     tempting = site / "tempting.html"
     tempting.write_text("<link rel=stylesheet href='https://example.org/a.css'><img src='b.png'>")
-    chromium.open(tempting)
-    assert chromium.requests[1:] == ["https://example.org/a.css", (site / "b.png").resolve().as_uri()]
+    with browser.opened(chromium, tempting) as (_, requests):
+        assert requests[1:] == ["https://example.org/a.css", (site / "b.png").resolve().as_uri()]
 
 
-@pytest.mark.parametrize("scheme", browser.SCHEMES)
-def test_axe_finds_nothing_serious(chromium, axe, site, scheme):
-    for page in pages(site):
-        chromium.open(page, 400 if scheme == "dark" else 1400, scheme)
-        found = chromium.violations(axe)
-        serious = [(v["id"], v["nodes"][0]["html"][:200]) for v in found if browser.serious(v)]
-        assert not serious, f"{page.name}, {scheme}: {serious}"
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 400)])
+def test_axe_finds_nothing_serious(chromium, site, scheme, width):
+    for path in pages(site):
+        with browser.opened(chromium, path, width, scheme) as (page, _):
+            found = filter(browser.serious, browser.violations(page))
+            serious = [(v["id"], v["nodes"][0]["html"][:200]) for v in found]
+        assert not serious, f"{path.name}, {scheme}: {serious}"
 
 
-def test_axe_is_really_asked(chromium, axe, site):
-    page = site / "bad.html"
-    page.write_text("<title>x</title><p style='color: #ccc; background: #fff'>faint</p><img src='data:,'>")
-    chromium.open(page)
-    assert {"image-alt", "color-contrast"} <= {v["id"] for v in chromium.violations(axe)}
+def test_axe_is_really_asked(chromium, site):
+    path = site / "bad.html"
+    path.write_text("<title>x</title><p style='color: #ccc; background: #fff'>faint</p><img src='data:,'>")
+    with browser.opened(chromium, path) as (page, _):
+        assert {"image-alt", "color-contrast"} <= {v["id"] for v in browser.violations(page)}
 
 
 def test_nothing_is_wider_than_a_phone_and_figures_stay_readable(chromium, site):
-    for page in pages(site):
-        chromium.open(page, 400)
-        assert chromium.evaluate("document.documentElement.scrollWidth") <= 400, page.name
-        # The size on screen of each text in a figure, in CSS pixels.
-        sizes = chromium.evaluate(
-            "[...document.querySelectorAll('figure.eagle3 svg')].flatMap(svg => {"
-            "const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;"
-            "return [...svg.querySelectorAll('text')].map(t => parseFloat(getComputedStyle(t).fontSize) * scale)})"
-        )
-        assert min(sizes, default=99) >= 8.5, page.name
+    for path in pages(site):
+        with browser.opened(chromium, path, 400) as (page, _):
+            assert page.evaluate("document.documentElement.scrollWidth") <= 400, path.name
+            # The size on screen of each text in a figure, in CSS pixels.
+            sizes = page.evaluate(
+                "[...document.querySelectorAll('figure.eagle3 svg')].flatMap(svg => {"
+                "const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;"
+                "return [...svg.querySelectorAll('text')].map(t => parseFloat(getComputedStyle(t).fontSize) * scale)})"
+            )
+        assert min(sizes, default=99) >= 8.5, path.name
 
 
 def test_both_schemes_are_there(chromium, site):
     backs = {}
     for scheme in browser.SCHEMES:
-        chromium.open(site / "index.html", 1400, scheme)
-        backs[scheme] = chromium.evaluate("getComputedStyle(document.body).backgroundColor")
+        with browser.opened(chromium, site / "index.html", 1400, scheme) as (page, _):
+            backs[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert backs == {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 24, 28)"}
 
 
 def test_runs_are_set_side_by_side(chromium, site):
-    chromium.open(site / "index.html")
-    table = "[...document.querySelectorAll('#comparison tr')].map(r => [...r.cells].map(c => c.innerText.trim()))"
-    shown = {row[0]: row[1:] for row in chromium.evaluate(table)}
     drafters = data("report.json")["engines"]["vllm"]["drafters"]
     values = [drafters[name]["engine_acceptance"]["mean_length"]["value"] for name in ("base", "finetuned")]
-    assert shown["mean length"][0] == f"{values[0]:.2f}"
-    assert shown["mean length"][1] == f"{values[1]:.2f}\n+{100 * (values[1] / values[0] - 1):.0f} %, better"
-    # Leave only one mode marked, then mark the same one of the other run, measured on another machine.
-    chromium.evaluate("boxes.filter(b => b.checked).slice(1).forEach(b => b.click())")
-    chromium.evaluate("boxes.find(b => entries[b.value].run === 'slower' && entries[b.value].mode === 'base').click()")
-    shown = {row[0]: row[1:] for row in chromium.evaluate(table)}
-    assert shown["tokens/s"][1].endswith("−50 %, worse")
-    assert "machine: times are not comparable" in chromium.evaluate("document.getElementById('caution').innerText")
+    with browser.opened(chromium, site / "index.html") as (page, _):
+        shown = comparison(page)
+        assert shown["mean length"][0] == f"{values[0]:.2f}"
+        assert shown["mean length"][1] == f"{values[1]:.2f}\n+{100 * (values[1] / values[0] - 1):.0f} %, better"
+        # Leave only one mode marked, then mark the same one of the other run, measured on another machine.
+        page.evaluate("boxes.filter(b => b.checked).slice(1).forEach(b => b.click())")
+        page.evaluate("boxes.find(b => entries[b.value].run === 'slower' && entries[b.value].mode === 'base').click()")
+        assert comparison(page)["tokens/s"][1].endswith("−50 %, worse")
+        assert "machine: times are not comparable" in page.locator("#caution").inner_text()
+
+
+def comparison(page) -> dict[str, list[str]]:
+    """The table that sets runs side by side: the heading of each row -> its values."""
+    table = "[...document.querySelectorAll('#comparison tr')].map(r => [...r.cells].map(c => c.innerText.trim()))"
+    return {row[0]: row[1:] for row in page.evaluate(table)}

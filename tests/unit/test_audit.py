@@ -95,7 +95,7 @@ def test_the_shim_is_right_in_every_vllm(tmp_path):
 
 def test_default_runner_by_version_and_target(monkeypatch):
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    monkeypatch.setattr(audit, "is_installed", lambda *_: False)
+    monkeypatch.setattr(rules, "is_installed", lambda *_: False)
     llama, moe = rules.Target.from_config(TARGET), rules.Target.from_config(KIMI)
     versions = ("0.16.0", "0.23.0", "0.26.0", "0.33.0")
     assert [rules.default_runner("vllm", v, llama) for v in versions] == ["v1", "v2", "v2", "v2"]

@@ -12,10 +12,10 @@ from eagle3_lib.engines import (
     base,
     measured,  # CHECK
     options,
+    timing,
 )
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import GREEDY, BenchmarkParams, ReplayParams
-from eagle3_lib.reports import report
 from eagle3_lib.stages import benchmark, replay
 from eagle3_lib.targets.answers import Answer
 from eagle3_lib.verdict import rounds
@@ -44,13 +44,13 @@ def timed(seconds_per_token, tokens=(10, 20), repeats=3):
 
 
 def test_throughput_sums_repeats_by_prompt():
-    tokens, seconds = measured.throughput(timed(0.1))
+    tokens, seconds = timing.throughput(timed(0.1))
     assert tokens.tolist() == [30, 60]
     assert seconds.tolist() == pytest.approx([3.0, 12.0])
 
 
 def test_speedup_is_the_ratio_of_rates_and_paired():
-    ratio = report.speedup({"timed": timed(0.1)}, {"timed": timed(0.05)})
+    ratio = timing.speedup({"timed": timed(0.1)}, {"timed": timed(0.05)})
     assert [ratio[key] for key in ("value", "low", "high")] == pytest.approx([2.0, 2.0, 2.0])
     assert ratio["n"] == 2
 
@@ -162,7 +162,7 @@ def test_a_drafter_of_another_hidden_size_is_refused_before_the_engine_starts(ta
 
 
 def test_replay_of_a_plain_run_or_of_another_target_is_refused(tmp_path):
-    (tmp_path / "benchmark.json").write_text(json.dumps({"positions": 0, "mode": "plain", "requests": []}))
+    (tmp_path / "benchmark.json").write_text(json.dumps(IMPORTED | {"positions": 0, "mode": "plain"}))
     with pytest.raises(Eagle3Error, match="mode 'plain' has no rounds; expected a drafter's run"):
         replay.run(ReplayParams(benchmark=str(tmp_path), out=str(tmp_path / "out")))
     with pytest.raises(Eagle3Error, match="run stage benchmark first"):
@@ -185,11 +185,11 @@ def imported(folder, request: dict | None = None, **changes):
 
 
 def test_a_run_says_how_its_tokens_were_chosen(tmp_path):
-    assert imported(tmp_path)["sampling"] == GREEDY and imported(tmp_path)["sampling_told"] == []
+    assert imported(tmp_path).sampling == GREEDY and imported(tmp_path).told == ()
     found = imported(tmp_path, temperature=1.0)
-    assert found["sampling"].temperature == 1.0 and found["sampling_told"] == ["temperature"]
+    assert found.sampling.temperature == 1.0 and found.told == ("temperature",)
     found = imported(tmp_path, sampling={"temperature": 0.8, "top_p": 0.95})
-    assert (found["sampling"].top_p, found["sampling_told"]) == (0.95, ["temperature", "top_p"])
+    assert (found.sampling.top_p, found.told) == (0.95, ("temperature", "top_p"))
 
 
 @pytest.mark.parametrize(
@@ -197,17 +197,22 @@ def test_a_run_says_how_its_tokens_were_chosen(tmp_path):
     [
         ({"accepted": [5]}, {}, "requests: 7: accepted: found a round of 5, expected at most positions = 4"),
         ({"drafted": [8]}, {}, "requests: 7: drafted: found a round of 8, expected at most positions = 4"),
-        ({"accepted": [0.25]}, {}, "requests: 7: accepted: found 0.25, expected whole numbers from 0 on"),
-        ({"output_ids": ["a"]}, {}, "requests: 7: output_ids: found 'a', expected whole numbers from 0 on"),
-        ({"output_ids": "text"}, {}, "requests: 7: output_ids: found str, expected list"),
-        (None, {"positions": "4"}, "positions: found str, expected int"),
-        (None, {"requests": []}, "requests: found none, expected at least one"),
+        ({"accepted": [0.25]}, {}, "requests: 7: accepted: found 0.25, expected a whole number from 0 on"),
+        ({"output_ids": ["a"]}, {}, "requests: 7: output_ids: found 'a', expected a whole number from 0 on"),
+        ({"output_ids": "text"}, {}, "requests: 7: output_ids: found 'text', expected a list"),
+        (None, {"positions": "4"}, "positions: found '4', expected a whole number from 0 on"),
+        (None, {"requests": []}, "requests: found [], expected at least one"),
         (None, {"requests": [IMPORTED["requests"][0]] * 2}, "requests: id: found '7' twice"),
-        (None, {"requests": [{"id": "7", "prompt_ids": [1], "output_ids": [5]}]}, "mode 'base' has no rounds"),
-        ({"prompt_ids": []}, {}, "requests: 7: prompt_ids: found none, expected at least one"),
-        ({"accepted": ["1"]}, {}, "requests: 7: accepted: found '1', expected whole numbers from 0 on"),
-        ({"chunks": "abc"}, {}, "requests: 7: chunks: found str, expected list"),
-        (None, {"dtype": "auto"}, "dtype: found 'auto', expected one of float32, bfloat16, float16"),
+        (
+            None,
+            {"requests": [{"id": "7", "prompt_ids": [1], "output_ids": [5]}]},
+            "requests: 7: accepted: found none, expected this field",
+        ),
+        ({"accepted": None}, {}, "mode 'base' has no rounds"),
+        ({"prompt_ids": []}, {}, "requests: 7: prompt_ids: found [], expected at least one"),
+        ({"accepted": ["1"]}, {}, "requests: 7: accepted: found '1', expected a whole number from 0 on"),
+        ({"chunks": "abc"}, {}, "requests: 7: chunks: found 'abc', expected a list"),
+        (None, {"dtype": "auto"}, "dtype: found 'auto', expected 'float32', 'bfloat16' or 'float16'"),
         (
             None,
             {"temperature": 0.8, "speculative_options": {"draft_sample_method": "probabilistic"}},
@@ -228,7 +233,7 @@ def test_what_cannot_be_replayed_is_refused_by_its_field(tmp_path, request_of, c
 
 def test_more_accepted_than_k_in_joined_chunks_is_a_contradiction_and_no_error(tmp_path):
     request = {"accepted": [5], "output_ids": [5] * 7}
-    (found,) = imported(tmp_path, request, evidence="chunks")["requests"]
+    (found,) = imported(tmp_path, request, evidence="chunks").bench["requests"]
     assert "found a round with 5 accepted drafts" in rounds.contradiction(found, 4)
 
 

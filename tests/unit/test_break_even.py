@@ -3,6 +3,7 @@
 import matplotlib.pyplot as plt
 import pytest
 
+from eagle3_lib.engines import timing
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.reports import plots, report
 from eagle3_lib.verdict import break_even
@@ -57,7 +58,7 @@ def test_a_runs_rounds_in_plain_steps_by_concurrency():
     timed = [row(1, 11, 5), row(8, 11, 4), row(8, 21, 8), row(64, 11, 0)]
     speedups = {level: {"value": 1.25} for level in ("1", "8", "64")}
     cost = {"step_ratio": 1.5, "mean_length": 2.0}
-    found = report.round_costs({"timed": timed}, speedups, cost)
+    found = timing.round_costs({"timed": timed}, speedups, cost)
     assert found == pytest.approx({"1": 1.5, "8": (30 / 12) / 1.25, "64": 2.0 / 1.25})
     levels = break_even.of_run(4, CURVE, found)
     assert levels["8"]["measured_K"] == 4 and levels["8"]["rows"][3]["round"] == pytest.approx(2.0)

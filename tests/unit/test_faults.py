@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eagle3_lib.targets import capture
-from eagle3_lib.verdict import changes, diagnose, faults, hypotheses, replay
+from eagle3_lib.verdict import changes, diagnose, faults, hypotheses, replay, rounds
 
 
 def test_entries_are_whole():
@@ -62,9 +62,9 @@ def engine_with(fault: str, recorded) -> dict:
         "cliff after step 0",
     )
     slots = replay.all_slots(texts)
-    rounds = replay.own_rounds(replay.counts_at(recorded.setups[fault], texts, slots, steps), texts)
+    made = replay.own_rounds(replay.counts_at(recorded.setups[fault], texts, slots, steps), texts)
     setups = {name: recorded.setups[name] for name in names}
-    counts = hypotheses.replay_all(setups, texts, rounds, steps)
+    counts = hypotheses.replay_all(setups, texts, made, steps)
     examined = []
     for index, (text, start) in enumerate(zip(texts.texts, texts.prompt_lengths, strict=True)):
         accepted = [0] * (start - 1) + recorded.few_correct_counts[index]
@@ -73,10 +73,10 @@ def engine_with(fault: str, recorded) -> dict:
                 "id": str(index),
                 "prompt_length": start,
                 "output_length": len(text) - start,
-                "engine_rounds": rounds[index],
-                "drafted": [steps] * len(rounds[index]),
+                "engine_rounds": made[index],
+                "drafted": [steps] * len(made[index]),
                 "replay_rounds": rounds.walk(accepted, start),
-                "rows": rounds.compare(rounds[index], accepted, start, steps),
+                "rows": rounds.compare(made[index], accepted, start, steps),
                 "hypotheses": {name: by_request[index] for name, by_request in counts.items()},
                 "lossless": 0,
             }

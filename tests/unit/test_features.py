@@ -104,7 +104,7 @@ WRITE_FOR_EVER = """
 import sys, torch
 from pathlib import Path
 from eagle3_lib.features.store import Sample, Writer
-from eagle3_lib.verdict.replay import Features
+from eagle3_lib.targets.capture import Features
 writer = Writer(Path(sys.argv[1]), {"a": 1})
 ids = torch.arange(2000)
 one = Sample("s", "train", 2, ids.tolist(), Features(torch.randn(2000, 3072), torch.randn(2000, 1024), ids))

@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
+from eagle3_lib.engines import timing
 from eagle3_lib.reports import plots, report
 
 # Machado, Oliveira, Fernandes 2009, https://doi.org/10.1109/TVCG.2009.113, severity 1.0, on linear RGB.
@@ -82,8 +83,8 @@ def test_times_are_medians_by_prompt_of_the_repeats():
         for i, totals in {"a": (1.0, 2.0, 9.0), "b": (4.0, 4.0, 4.0)}.items()
         for r, total in enumerate(totals)
     ] + [{"concurrency": 8, "repeat": 0, "id": "a", "tokens": 11, "steps": 5, "first_token_s": 9, "seconds": 99}]
-    assert report.step_time({"timed": timed})["value"] == pytest.approx((2 / 5 + 4 / 5) / 2)
-    latency = report.latency({"timed": timed})
+    assert timing.step_time({"timed": timed})["value"] == pytest.approx((2 / 5 + 4 / 5) / 2)
+    latency = timing.latency({"timed": timed})
     assert latency["later_token_s"]["value"] == pytest.approx((2 / 10 + 4 / 10) / 2)
     assert latency["first_token_s"] == {"value": 0.1, "low": 0.1, "high": 0.1, "n": 2}
 

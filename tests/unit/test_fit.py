@@ -159,7 +159,7 @@ def test_architectures_are_read_from_fat_binaries(tmp_path):
 
 
 def test_the_probe_runs_below_another_interpreter(monkeypatch):
-    monkeypatch.setattr(fit.provenance, "gpus", lambda: HEALTHY["gpus"])
+    monkeypatch.setattr(fit.manifest, "gpus", lambda: HEALTHY["gpus"])
     facts = fit.collect()
     assert facts["torch"]["cuda"] is None and facts["torch"]["version"].endswith("+cpu") and facts["kernels"] == []
     assert [finding.rule for finding in fit.code_findings(facts)] == ["torch without CUDA"]
@@ -167,14 +167,14 @@ def test_the_probe_runs_below_another_interpreter(monkeypatch):
 
 def test_the_engine_itself(monkeypatch, target_folder):
     """This interpreter has the CPU build of vLLM, which needs no GPU, and no SGLang."""
-    monkeypatch.setattr(fit.provenance, "gpus", lambda: HEALTHY["gpus"])
+    monkeypatch.setattr(fit.manifest, "gpus", lambda: HEALTHY["gpus"])
     assert fit.before_launch(BenchmarkParams(), target_folder, PLAIN) == []
     (missing,) = fit.before_launch(BenchmarkParams(engine="sglang"), target_folder, PLAIN)
     assert missing.severity == "fails" and "found no sglang" in missing.what and "engine_python" in missing.remedy
 
 
 def test_without_a_gpu_nothing_is_asked(monkeypatch, target_folder):
-    monkeypatch.setattr(fit.provenance, "gpus", lambda: [])
+    monkeypatch.setattr(fit.manifest, "gpus", lambda: [])
     assert fit.before_launch(BenchmarkParams(engine_python="/no/such"), target_folder, PLAIN) == []
 
 

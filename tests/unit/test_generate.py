@@ -25,7 +25,7 @@ QUICKSTART = [c.first_prompt for c in prompts.read("params/prompts/python_functi
 TARGET = "models/SmolLM2-135M-Instruct"
 CHILD = """
 import json, resource, sys
-from eagle3_lib import generate
+from eagle3_lib.stages import generate
 from eagle3_lib.params import GenerateParams
 generate.run(GenerateParams(**json.loads(sys.argv[1])))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)

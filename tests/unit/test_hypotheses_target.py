@@ -10,7 +10,7 @@ import torch
 from eagle3_lib.drafter import checkpoint
 from eagle3_lib.paths import ROOT
 from eagle3_lib.targets import capture, targets
-from eagle3_lib.verdict import changes, diagnose, hypotheses, replay
+from eagle3_lib.verdict import changes, diagnose, hypotheses, replay, rounds
 
 ROPE, RANKS = "rope of the target", "captured before the sum over ranks"
 NAMES = ["boundaries -1", "boundaries +1", "last update missing", "rope theta 10000", ROPE, RANKS]
@@ -134,11 +134,11 @@ def test_where_ranks_divide_nothing_it_is_no_hypothesis(recorded, target, tiny):
 
 def test_an_engine_that_captures_before_the_sum_is_named(recorded, target):
     boundaries = recorded.drafter.config.boundaries
-    rounds, handed = [], []
+    made, handed = [], []
     for text, start in zip(recorded.few.texts, recorded.few.prompt_lengths, strict=True):
         handed.append(rank_0(target, text, boundaries, 2))
         drafts = replay.drafts(recorded.drafter, handed[-1][None], torch.tensor([text]), recorded.steps)
-        rounds.append(rounds.walk(replay.accepted_at(drafts[0], text), start))
+        made.append(rounds.walk(replay.accepted_at(drafts[0], text), start))
     setups = hypotheses.hypotheses(recorded.drafter, changes.TargetParts.of(target, ranks=2), [RANKS])
     wanted = hypotheses.extra_streams(setups)
     assert wanted == {(kind, k) for k in boundaries for kind in (capture.RESIDUAL, capture.OtherRanks(2))}
@@ -147,9 +147,7 @@ def test_an_engine_that_captures_before_the_sum_is_named(recorded, target):
     laid, rows = replay.Texts([some], [1], [features.streams]), torch.arange(40)
     found = torch.cat([laid.source(source, rows, None) for source in setups[RANKS].sources], -1)
     torch.testing.assert_close(found, handed[0][:40], rtol=1e-4, atol=1e-3)
-    examined = hypotheses.examine(
-        target, recorded.drafter, requests_of(recorded, rounds), recorded.steps, NAMES, ranks=2
-    )
+    examined = hypotheses.examine(target, recorded.drafter, requests_of(recorded, made), recorded.steps, NAMES, ranks=2)
     verdict = judged(examined, recorded)
     assert shares(verdict)[RANKS] == 1.0
     assert (verdict.kind, verdict.fault) == (diagnose.FAULT, RANKS), verdict.sentence

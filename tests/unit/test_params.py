@@ -5,7 +5,6 @@ import yaml
 
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import STAGES, BenchmarkParams, Run, TrainParams
-from eagle3_lib.paths import ROOT
 
 
 def write(tmp_path, text):
@@ -30,13 +29,13 @@ def test_quickstart_resolves_every_stage_to_plain_yaml():
 
 def test_flat_files_change_only_when_their_stage_does(tmp_path, monkeypatch):
     run = Run("params/quickstart.yaml")
-    path = ROOT / run.write_flat("train", "test_flat")
+    monkeypatch.setattr("eagle3_lib.paths.ROOT", tmp_path)
+    path = tmp_path / run.write_flat("train", "test_flat")
     before = path.stat().st_mtime_ns
     run.write_flat("train", "test_flat")
     assert path.stat().st_mtime_ns == before
     run.write_flat("train", "test_flat", epochs=1)
     assert path.stat().st_mtime_ns > before
-    path.unlink()
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,32 @@ def test_the_index_has_the_reports_figures():
     assert "over_plain" not in rows["plain"]["figures"] and "mean_length" not in rows["plain"]["figures"]
 
 
+def test_a_run_without_rounds_has_no_share_of_equal_rounds(tmp_path):
+    """All answers of one token: drafts were never verified."""
+    report = json.loads(REPORT.read_text())
+    report["engines"]["vllm"]["drafters"]["base"]["agreement"] = {"rounds": 0, "equal": 0}
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "report.json").write_text(json.dumps(report))
+    rows = {row["mode"]: row for row in runs_index.entries(tmp_path / "r" / "report.json")}
+    assert "rounds_equal" not in rows["base"]["figures"] and "mean_length" in rows["base"]["figures"]
+    assert "rounds_equal" in rows["finetuned"]["figures"]
+    runs_index.write_index(tmp_path)
+    assert (tmp_path / "index.html").read_text().count("<tr>") == 5  # the heading and four modes
+
+
+def test_names_in_the_index_are_text(tmp_path):
+    report = json.loads(REPORT.read_text()) | {"run": "</script><b>\"a\" & 'b'"}
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "report.json").write_text(json.dumps(report))
+    runs_index.write_index(tmp_path)
+    page = (tmp_path / "index.html").read_text()
+    assert "<b>" not in page and page.count("</script>") == 2
+    assert '">&lt;/script&gt;&lt;b&gt;&#34;a&#34; &amp; &#39;b&#39;</a>' in page
+    data = re.search(r'id="data">(.*)</script><script>', page).group(1)
+    read = json.loads(data)
+    assert read["entries"][0]["run"] == report["run"] and list(read["figures"]) == list(runs_index.FIGURES)
+
+
 def test_a_figure_carries_its_text_data_and_the_pages_colour(tmp_path):
     figure, axes = plt.subplots()
     axes.plot([1, 2], [3, 4])

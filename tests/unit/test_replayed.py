@@ -1,6 +1,7 @@
 """replay.json: plain JSON, one request in memory at a time, the old file kept until the new one is whole."""
 
 import json
+import re
 import tracemalloc
 
 import pytest
@@ -9,6 +10,7 @@ from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.verdict import diagnose, replayed
 
 HYPOTHESES = 36
+AGREEMENT = {"rounds": 12, "equal": 11, "cut": 1}
 
 
 def request(name: str, rounds: int) -> dict:
@@ -35,7 +37,7 @@ def write(path, requests):
     with replayed.Writer(path, {"drafter": "base", "positions": 4, "dtype": "float32"}) as writer:
         for one in requests:
             writer.add(one)
-        writer.finish({"agreement": {"rounds": 12}})
+        writer.finish({"agreement": AGREEMENT})
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -45,14 +47,15 @@ def test_what_is_written_is_read(tmp_path):
     assert list(found["requests"]) == requests == json.loads(path.read_text())["requests"]
     assert (found["requests"][-1], len(found["requests"]), found["requests"][:2]) == (requests[2], 3, requests[:2])
     rest = {key: value for key, value in found.items() if key != "requests"}
-    assert rest == {"schema": 2, "drafter": "base", "positions": 4, "dtype": "float32", "agreement": {"rounds": 12}}
+    assert rest == {"schema": 2, "drafter": "base", "positions": 4, "dtype": "float32", "agreement": AGREEMENT}
 
 
 def test_a_file_without_requests_or_of_another_layout(tmp_path):
     write(tmp_path / "none.json", [])
     assert len(replayed.read(tmp_path / "none.json")["requests"]) == 0
-    (tmp_path / "other.json").write_text(json.dumps({"drafter": "base", "requests": [{"id": "7"}]}, indent=1))
-    assert replayed.read(tmp_path / "other.json")["requests"] == [{"id": "7"}]
+    whole = {"schema": 2, "drafter": "base", "positions": 4, "requests": [request("7", 2)]}
+    (tmp_path / "other.json").write_text(json.dumps(whole, indent=1))
+    assert replayed.read(tmp_path / "other.json")["requests"] == [request("7", 2)]
 
 
 def test_a_stage_that_ends_early_leaves_the_old_file(tmp_path):
@@ -71,6 +74,37 @@ def test_a_damaged_or_missing_file_is_told(tmp_path):
     (tmp_path / "replay.json").write_text('{"drafter": ')
     with pytest.raises(Eagle3Error, match="replay.json: not JSON.*run stage 08 again"):
         replayed.read(tmp_path / "replay.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "schema: found none, expected 2; run the stage that writes it again"),
+        ({"schema": 1, "drafter": "base"}, "schema: found 1, expected 2"),
+        ({"schema": 2, "drafter": "base", "requests": []}, "positions: found none, expected this field"),
+        ([], "found [], expected the fields of a Replay"),
+        (
+            {
+                "schema": 2,
+                "drafter": "base",
+                "positions": 4,
+                "requests": [{"id": "7", "replay_rounds": [], "rows": []}],
+            },
+            "requests: 7: engine_rounds: found none, expected this field",
+        ),
+    ],
+)
+def test_another_file_is_refused_by_its_field(tmp_path, values, said):
+    (tmp_path / "replay.json").write_text(json.dumps(values))
+    with pytest.raises(Eagle3Error, match=re.escape(f"replay.json: {said}")):
+        replayed.read(tmp_path / "replay.json")
+
+
+def test_a_damaged_request_is_named(tmp_path):
+    path = tmp_path / "replay.json"
+    write(path, [request("0", 2), request("1", 2) | {"engine_rounds": "1 2"}])
+    with pytest.raises(Eagle3Error, match=re.escape("replay.json: requests: [1]: engine_rounds: found '1 2'")):
+        list(replayed.read(path)["requests"])
 
 
 def test_memory_does_not_grow_with_the_requests(tmp_path):

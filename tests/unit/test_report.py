@@ -1,13 +1,10 @@
 """What stage 09 says and draws of a verdict, on simulated runs whose truth is known."""
 
-from types import SimpleNamespace
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
 from eagle3_lib.reports import plots, publish, report
-from eagle3_lib.stages import diagnose as stage
 from eagle3_lib.verdict import diagnose
 
 POSITIONS, REQUESTS, ROUNDS = 4, 16, 40
@@ -179,23 +176,6 @@ def test_a_hypothesis_that_no_round_can_tell_has_words_in_the_place_of_a_share()
         "correct engine",
         "captured before the sum\nover ranks",
     ]
-
-
-def test_the_measured_break_even_decides_what_is_weak(monkeypatch):
-    replay = replay_of(CORRECT) | {"engine_acceptance": {"rounds": 640, "curve": {"value": [0.5] * POSITIONS}}}
-    replay |= dict.fromkeys(("replay_acceptance", "agreement"))
-    run = {"version": "1", "summary": {}, "evidence": {}, "cross_check": {}, "load_s": 1.0, "positions": POSITIONS}
-    run["requests"] = [{"accepted": counts} for counts in CORRECT]
-    monkeypatch.setattr(report, "measured", SimpleNamespace(read=lambda _: run))
-    monkeypatch.setattr(report, "replayed", SimpleNamespace(read=lambda _: replay))
-    monkeypatch.setattr(stage.diagnose, "check_same", lambda *_: None)
-    monkeypatch.setattr(report.break_even, "of_run", lambda *_: {})
-    for name in ("speedup", "by_concurrency", "latency", "step_time", "round_costs", "_tokens"):
-        monkeypatch.setattr(report, name, lambda *_: {})
-    for length, kind in ((2.5, diagnose.HEALTHY), (3.5, diagnose.WEAK)):  # a correct engine makes 2.99 tokens a round
-        monkeypatch.setattr(report, "cost", lambda *_, length=length: {"break_even_length": length})
-        (verdict,) = stage._engine(stage.Path("nowhere"), "vllm", ["drafter"])["verdicts"]
-        assert verdict["kind"] == kind and verdict["evidence"]["break_even_length"] == length
 
 
 def test_the_finding_has_the_warnings_after_each_sentence():

@@ -31,8 +31,8 @@ def judge(recorded, parts):
     Suspects that need a boundary that the recorded features do not have are left out.
     """
 
-    def judged(**changes):
-        changed, texts = changes.variant(recorded.drafter, **changes), recorded.few
+    def judged(**config):
+        changed, texts = changes.variant(recorded.drafter, **config), recorded.few
         tried = suspects.suspects(changed, parts)
         setups = {name: s.setup for name, s in tried.items() if replay.captured_for([s.setup]) <= texts.streams.keys()}
         assert len(setups) >= 10
@@ -204,7 +204,7 @@ def test_the_shim_serves_the_suspect(name, fields, recorded, parts, tmp_path):
 
 def test_the_shim_of_a_speculators_folder_writes_into_its_layer_config(recorded, parts):
     raw = {"transformer_layer_config": {"rope_theta": 1000.0, "hidden_size": 576}}
-    new = suspects.changes(suspects.suspects(recorded.drafter, parts)["rope_theta 10000"], raw)
+    new = suspects.config_fields(suspects.suspects(recorded.drafter, parts)["rope_theta 10000"], raw)
     assert new["transformer_layer_config"]["rope_theta"] == 10000.0
     assert new["transformer_layer_config"]["hidden_size"] == 576
 

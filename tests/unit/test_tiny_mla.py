@@ -1,7 +1,7 @@
 """The recipe of the small latent-attention target, at toy scale: vocabulary, training, what engines read, both drafters."""
 
 import json
-import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,18 +24,24 @@ SIZES = {"vocab_size": 400, "hidden_size": 32, "layers": 4, "heads": 2, "experts
 
 @pytest.fixture(scope="module")
 def params(tmp_path_factory):
-    name = tmp_path_factory.mktemp("tiny").name  # a run of its own, so that no checkpoint of another is resumed
     out = str(tmp_path_factory.mktemp("target") / "target")
     few = {"epochs": 12, "batch_size": 8, "learning_rate": 1e-2, "boundaries": [1, 2, 3], "kv_lora_rank": 32}
-    return tiny_mla.TinyMlaParams(run=f"test_{name}", out=out, **SIZES, **few)
+    return tiny_mla.TinyMlaParams(run="test_tiny", out=out, **SIZES, **few)
 
 
 @pytest.fixture(scope="module")
-def trained(params):
-    """The notes of a training on TEXTS; its folders under runs/ go with the module."""
+def project(tmp_path_factory):
+    """The folder that has the training's runs/, instead of the project's own."""
+    return tmp_path_factory.mktemp("project")
+
+
+@pytest.fixture(scope="module")
+def trained(params, project):
+    """The notes of a training on TEXTS."""
     torch.manual_seed(0)
-    yield tiny_mla.train_target(params, TEXTS)
-    shutil.rmtree(ROOT / "runs" / params.run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eagle3_lib.paths.ROOT", project)
+        return tiny_mla.train_target(params, TEXTS)
 
 
 def test_texts_are_kept_to_their_last_whole_sentence():
@@ -46,7 +52,7 @@ def test_texts_are_kept_to_their_last_whole_sentence():
 
 def test_the_target_learns_and_its_folder_is_what_engines_read(params, trained):
     assert trained["texts"] == len(TEXTS) and trained["last_loss"] < 0.6 * trained["first_loss"]
-    folder = ROOT / params.out
+    folder = Path(params.out)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["DeepseekV3ForCausalLM"] and config["num_nextn_predict_layers"] == 0
     assert (config["topk_method"], config["scoring_func"], config["moe_layer_freq"]) == ("noaux_tc", "sigmoid", 1)
@@ -55,15 +61,16 @@ def test_the_target_learns_and_its_folder_is_what_engines_read(params, trained):
     assert not any("layers.4." in name for name in names), "no layer for multi-token prediction"
 
 
-def test_a_training_that_goes_on_has_all_weights_of_its_checkpoint(params, trained, tmp_path):
+def test_a_training_that_goes_on_has_all_weights_of_its_checkpoint(params, trained, project, tmp_path, monkeypatch):
+    monkeypatch.setattr("eagle3_lib.paths.ROOT", project)
     again = params.model_copy(update={"out": str(tmp_path / "again")})
     assert tiny_mla.train_target(again, TEXTS)["last_loss"] == trained["last_loss"]
-    before, after = (checkpoint.read_tensors(ROOT / folder) for folder in (params.out, again.out))
+    before, after = (checkpoint.read_tensors(Path(folder)) for folder in (params.out, again.out))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_prompt_and_answer_are_tokenised_as_they_were_trained(params, trained):
-    tokenizer = targets.load_tokenizer(ROOT / params.out)
+    tokenizer = targets.load_tokenizer(Path(params.out))
     prompt = targets.render(tokenizer, [{"role": "user", "content": "Tell of a cat."}])
     both = [{"role": "user", "content": "Tell of a cat."}, {"role": "assistant", "content": "a cat saw the sun."}]
     whole = tokenizer.apply_chat_template(both, return_dict=True)["input_ids"]
@@ -74,10 +81,10 @@ def test_prompt_and_answer_are_tokenised_as_they_were_trained(params, trained):
 @pytest.mark.parametrize("attention", ["latent", "llama"])
 def test_a_fresh_drafter_of_either_kind_fits_the_target_and_is_replayed(params, trained, attention, tmp_path):
     folder = tiny_mla.fresh_drafter(params.model_copy(update={"drafter_attention": attention}), tmp_path / "drafter")
-    target = targets.load(ROOT / params.out)
+    target = targets.load(Path(params.out))
     drafter = checkpoint.load_for(folder, params.out, target)
     assert bool(drafter.config.latent) == (attention == "latent")
-    text = targets.render(targets.load_tokenizer(ROOT / params.out), [{"role": "user", "content": TEXTS[0][0]}])
+    text = targets.render(targets.load_tokenizer(Path(params.out)), [{"role": "user", "content": TEXTS[0][0]}])
     (features,) = capture.capture(target, [text], drafter.config.boundaries)
     assert replay.drafts(drafter, features.fused[None], torch.tensor([text]), 3).shape == (1, len(text) - 1, 3)
 

@@ -90,7 +90,7 @@ def load_model(self):
 LAYERS = """
 import torch
 from types import SimpleNamespace
-from eagle3_lib import vllm_plugin
+from eagle3_lib.compat import vllm_plugin
 
 
 class Layer(torch.nn.Module):
