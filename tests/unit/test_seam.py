@@ -51,7 +51,7 @@ class GatedMix(nn.Module):
 class GatedAttention(nn.Module):
     """Attention without rope, of two query heads and one key head, with a scale of its own and a gate on its output."""
 
-    scale = 0.9
+    scale = 0.2
 
     def __init__(self, config):
         super().__init__()
@@ -120,7 +120,7 @@ def made(name: str) -> tuple[Drafter, torch.Generator]:
     kind, config = HEADS[name]
     drafter, generator = kind(config), torch.Generator().manual_seed(7)
     for parameter in drafter.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 0.4 * torch.randn(parameter.shape, generator=generator)
     return drafter.eval(), generator
 
 
