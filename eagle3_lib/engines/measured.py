@@ -10,7 +10,7 @@ from ..params import SamplingSettings
 from ..paths import project_path, short_path
 from ..results import Benchmark, MeasuredRequest
 from . import meaning
-from .options import number_after
+from .options import prefill_chunk
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _fits_with_bonus(request: MeasuredRequest) -> bool:
 
 def prompts_in_chunks(bench: Benchmark) -> int:
     """How many prompts the engine may have prefilled in several chunks, by the budget in its command-line words."""
-    budget = number_after(bench.get("engine_args", []), "--max-num-batched-tokens", "--chunked-prefill-size")
+    budget = prefill_chunk(bench.get("engine_args", []))
     lengths = [len(request["prompt_ids"]) for request in bench["requests"]]
     if budget is None:
         return 0
