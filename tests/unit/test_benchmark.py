@@ -276,3 +276,65 @@ def test_an_answer_is_asked_again_while_its_chunks_contradict_the_counters(monke
     assert (request["accepted"], request["drafted"], request["tries"]) == ([0, 1], [4, 4], 2)
     assert request["totals"] == {"rounds": 2, "accepted": 1, "drafted": 8}
     assert [settings.temperature for settings in asked] == [0.5, 0.5]
+
+
+def answers_of(*rounds: list[int], left_out: int = 0, bonus: int = 0) -> list[dict]:
+    """Requests whose answers have exactly the tokens of these rounds, with the counts as somebody wrote them down."""
+    return [
+        {
+            "id": index,
+            "prompt_ids": [1],
+            "output_ids": [5] * (1 + sum(accepted) + len(accepted)),
+            "accepted": [count + bonus for count in accepted[left_out:]],
+        }
+        for index, accepted in enumerate(rounds)
+    ]
+
+
+ROUNDS = ([2, 0, 1, 3], [1, 1, 0, 2], [0, 2, 2, 1])
+
+
+def test_counts_as_an_engine_tells_them_are_taken(tmp_path):
+    assert len(imported(tmp_path, requests=answers_of(*ROUNDS)).bench["requests"]) == 3
+    cut = answers_of(*ROUNDS)
+    for request in cut:
+        request["output_ids"].pop()  # a limit that ends inside the last round
+    imported(tmp_path, requests=cut)
+
+
+@pytest.mark.parametrize(
+    ("requests", "said"),
+    [
+        (answers_of(*ROUNDS, bonus=1), "accepted: found counts that sum to the emitted tokens in every request"),
+        (
+            answers_of([4, 0], [1, 2], bonus=1),
+            "accepted: found a round of 5, expected at most positions = 4; is the bonus",
+        ),
+        (answers_of(*ROUNDS, left_out=1), "accepted: found rounds that emit 1 to 3 tokens less than the answer has"),
+        (
+            [{**answers_of(ROUNDS[0])[0], "histogram": [1, 1, 1, 1, 0, 0, 0]}],
+            "histogram: found 7 entries, expected at most",
+        ),
+    ],
+)
+def test_counts_that_are_of_no_engine_are_refused(tmp_path, requests, said):
+    with pytest.raises(Eagle3Error, match=re.escape(said)):
+        imported(tmp_path, requests=requests)
+
+
+def test_counts_that_stage_07_held_against_the_engines_own_are_judged_not_refused(tmp_path):
+    """There a contradiction is the verdict: an engine that counts otherwise must not end the stage."""
+    checked = {"counters": None, "contradictions": ["the rounds of the requests are 9, the engine's counters tell 12"]}
+    found = imported(tmp_path, requests=answers_of(*ROUNDS, left_out=1), cross_check=checked)
+    assert len(found.bench["requests"]) == 3
+
+
+def test_token_ids_that_the_target_does_not_have_are_refused(tmp_path):
+    requests = answers_of(*ROUNDS)
+    requests[1]["output_ids"][2] = 49_152
+    bench = imported(tmp_path, requests=requests).bench
+    measured.refuse_unknown_ids(bench, 49_153, "benchmark.json")
+    with pytest.raises(
+        Eagle3Error, match="requests: 1: output_ids: found the token id 49152, expected ids below 49152"
+    ):
+        measured.refuse_unknown_ids(bench, 49_152, "benchmark.json")
