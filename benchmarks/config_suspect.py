@@ -94,7 +94,7 @@ def healthy(name: str) -> dict:
         if folder == BASE:  # the rounds are this drafter's
             requests = [request | {"accepted": request["per_step_accepted"]} for request in requests]
     else:
-        bench = measured.read_rounds(texts)
+        bench = measured.read_rounds(texts).bench
         requests, steps = bench["requests"], bench["positions"]
     found = suspects.examine(target, checkpoint.load_for(folder, target_name, target), requests, steps)
     where = "the engine's rounds" if "accepted" in requests[0] else "every place of the answers"

@@ -139,7 +139,7 @@ def examine(out: Path) -> dict:
     """The replay of one engine run under every hypothesis; kept beside the run."""
     kept = out.with_suffix(".replay.json")
     if not kept.is_file():
-        from eagle3_lib.verdict import emitted, hypotheses, rounds
+        from eagle3_lib.verdict import emitted, hypotheses, lossless, rounds
 
         record = json.loads(out.read_text())
         steps, requests, folder = record["num_speculative_tokens"], record["requests"], record.get("target", TARGET)
@@ -167,7 +167,7 @@ def examine(out: Path) -> dict:
             row = hypotheses.tell(request, laid[index], counts[CORRECT][index], of_request, steps)
             drafter = setups[CORRECT].drafter
             tokens = emitted.compare(target(folder), drafter, request, features[index], None, steps, emitted.Told())
-            examined.append(row | tokens)
+            examined.append(row | {"greedy": tokens.greedy, "lossless": lossless.wrong(tokens.greedy)})
         name = Path(record["drafter"]).name
         write_json(kept, {"drafter": name, "positions": steps, "dtype": record["dtype"], "requests": examined})
     return json.loads(kept.read_text())

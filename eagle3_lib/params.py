@@ -10,7 +10,7 @@ settings such as engine, engine_python, engine_args) of the run, and one section
 import ast
 import re
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -192,7 +192,7 @@ class SamplingSettings(BaseModel):
     are forbidden before so many tokens. top_k 0: all tokens.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     temperature: float = Field(0.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -489,6 +489,18 @@ STAGES: dict[str, type[Stage]] = {
 }
 
 
+class RunFile(BaseModel):
+    """The sections of a params file that are no stage's."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    run: str = Field("quickstart", pattern=NAME)
+    drafters: dict[str, str] | None = None
+    engines: dict[str, dict[str, Any] | None] | list[str] | None = None
+    shared: dict[str, Any] | None = None
+    expect: dict[str, Any] | None = None
+
+
 class Run:
     """A params file, checked as a whole before anything runs."""
 
@@ -506,7 +518,7 @@ class Run:
             )
         try:
             raw = yaml.safe_load(path.read_text()) or {}
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise Eagle3Error(f"{where}: not YAML: {error}") from error
         if not isinstance(raw, dict):
             raise Eagle3Error(f"{where}: found {type(raw).__name__}, expected sections")
@@ -517,7 +529,9 @@ class Run:
             )
         self.where, self.raw = where, raw
         self.name = raw.get("run", path.stem)
-        self.drafters: dict[str, str] = {k: v.format(run=self.name) for k, v in (raw.get("drafters") or {}).items()}
+        shape = {name: raw[name] for name in RunFile.model_fields if name in raw}
+        _checked(RunFile, shape, where)
+        self.drafters = {name: self._filled(name, folder) for name, folder in (raw.get("drafters") or {}).items()}
         engines = raw.get("engines") or ["vllm"]
         named = engines if isinstance(engines, dict) else {name: {} for name in engines}
         self.engines: dict[str, dict] = {name: {"engine": name} | (settings or {}) for name, settings in named.items()}
@@ -529,6 +543,15 @@ class Run:
             self.flat(stage)
         for name in self.engines:
             self.benchmark(name, "plain")
+
+    def _filled(self, name: str, folder: str) -> str:
+        """A drafter's folder with {run} filled in."""
+        try:
+            return folder.format(run=self.name)
+        except (KeyError, ValueError, IndexError) as error:
+            raise Eagle3Error(
+                f"{self.where}: drafters.{name}: found {folder!r}, expected a folder; {{run}} alone may stand in braces"
+            ) from error
 
     @property
     def modes(self) -> list[str]:

@@ -24,6 +24,7 @@ BENCHMARK_SCHEMA, REPLAY_SCHEMA, VERDICT_SCHEMA, REPORT_SCHEMA = 2, 2, 1, 3
 SHOWN = 60  # characters of a value that an error shows
 
 Count = Annotated[int, Field(strict=True, ge=0)]
+Seconds = Annotated[float, Field(allow_inf_nan=False)]
 Counts = list[Count]
 Ids = Annotated[list[Count], Field(min_length=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -98,9 +99,9 @@ class MeasuredRequest(Text):
     histogram: NotRequired[Counts | None]
     totals: NotRequired[Totals | None]
     finish_reason: NotRequired[str | None]
-    started_s: NotRequired[float | None]
-    seconds: NotRequired[float | None]
-    first_token_s: NotRequired[float | None]
+    started_s: NotRequired[Seconds | None]
+    seconds: NotRequired[Seconds | None]
+    first_token_s: NotRequired[Seconds | None]
     tries: NotRequired[int]
 
 
@@ -619,8 +620,8 @@ def read_json(path: Path) -> Any:
     if not path.is_file():
         raise Eagle3Error(f"{short_path(path)}: no such file; run the stage that writes it first")
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
+        return json.loads(path.read_text("utf-8-sig"))  # a byte order mark is no fault
+    except (ValueError, RecursionError) as error:
         raise Eagle3Error(f"{short_path(path)}: not JSON: {error}") from error
 
 
@@ -690,6 +691,7 @@ EXPECTED = {
     "int_from_float": "a whole number from 0 on",
     "greater_than_equal": "a whole number from 0 on",
     "too_short": "at least one",
+    "finite_number": "a finite number",
     "list_type": "a list",
     "dict_type": "an object",
 }

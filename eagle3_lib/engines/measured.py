@@ -48,7 +48,8 @@ def read_rounds(folder: str | Path) -> Rounds:
     bench = read(folder)
     where = short_path(project_path(folder) / "benchmark.json")
     positions, requests = bench["positions"], bench["requests"]
-    if not positions or all(request["accepted"] is None for request in requests):
+    others = bench["mode"] in ("plain", "ngram")
+    if others or not positions or all(request["accepted"] is None for request in requests):
         raise Eagle3Error(f"{where}: mode {bench['mode']!r} has no rounds; expected a drafter's run")
     _refuse_twice([request["id"] for request in requests], where)
     if bench.get("evidence") != "chunks":

@@ -15,7 +15,7 @@ def tensor_parallel(engine_args: Sequence[str]) -> int:
     """
     flags = [flag for engine in ENGINES.values() for flag in engine.spec.tensor_parallel_options]
     found = _after(engine_args, flags)
-    if found and not found[-1].isdigit():
+    if found and (not found[-1].isdecimal() or int(found[-1]) == 0):
         raise Eagle3Error(f"engine_args: expected a number of GPUs: found {found[-1]!r}")
     return int(found[-1]) if found else 1
 
@@ -28,7 +28,7 @@ def prefill_chunk(engine_args: Sequence[str]) -> int | None:
 
 def number_after(words: Sequence[str], *flags: str) -> int | None:
     """The number that the last of some options is given; None where there is none, or it turns something off (-1)."""
-    numbers = [value for value in _after(words, flags) if value.isdigit()]
+    numbers = [value for value in _after(words, flags) if value.isdecimal()]
     return int(numbers[-1]) if numbers else None
 
 

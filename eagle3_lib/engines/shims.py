@@ -128,5 +128,9 @@ INJECTIONS: dict[str, Injection] = {
 
 
 def extension(fault: str) -> str:
-    """The value of ``--worker-extension-cls`` that breaks an engine's worker process by the fault's patch."""
-    return f"{broken.__name__}.{named(fault) and fault.replace(' ', '_')}"
+    """The value of ``--worker-extension-cls`` that breaks an engine's worker process by the fault's patch.
+
+    For a fault that is brought in by the drafter's folder it names an extension that does nothing.
+    """
+    name = fault.replace(" ", "_") if named(fault).patch else broken.Worker.__name__
+    return f"{broken.__name__}.{name}"

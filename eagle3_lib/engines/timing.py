@@ -12,8 +12,18 @@ ALONE = 1  # requests at a time
 
 
 def is_timed(run: Benchmark) -> bool:
-    """Whether answers were timed one request at a time."""
-    return any(row["concurrency"] == ALONE for row in run.get("timed", []))
+    """Whether answers were timed one request at a time, and summed up."""
+    alone = any(row["concurrency"] == ALONE for row in run.get("timed", []))
+    return alone and "summary" in run and "load_s" in run
+
+
+def are_paired(plain: Benchmark, other: Benchmark) -> bool:
+    """Whether two runs timed the same prompts, as many at a time and as often."""
+    return _timed_by(plain) == _timed_by(other)
+
+
+def _timed_by(run: Benchmark) -> list[tuple[int, int, str]]:
+    return sorted((row["concurrency"], row["repeat"], str(row["id"])) for row in run.get("timed", []))
 
 
 def throughput(timed: Sequence[TimedRequest]) -> tuple[Floats, Floats]:

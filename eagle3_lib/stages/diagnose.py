@@ -92,8 +92,26 @@ def _section(folder: Path, name: str, missing: list[str]) -> dict[str, Any] | No
     if not (folder / file).is_file():
         missing.append(f"{name}: stage {number} has not run")
         return None
-    values: dict[str, Any] = results.read_json(folder / file)
-    return values["notes"] if name in NOTES else values
+    values = _object(folder / file)
+    if name not in NOTES:
+        return values
+    notes: dict[str, Any] = _object(folder / file, "notes")["notes"]
+    return notes
+
+
+def _object(path: Path, *fields: str) -> dict[str, Any]:
+    """A JSON file that holds an object with these fields.
+
+    Raises:
+        Eagle3Error: it holds something else.
+    """
+    values = results.read_json(path)
+    if not isinstance(values, dict) or not values:
+        raise Eagle3Error(f"{short_path(path)}: found {values!r:.40}, expected the fields that its stage writes")
+    for name in fields:
+        if name not in values:
+            raise Eagle3Error(f"{short_path(path)}: {name}: found none, expected this field")
+    return values
 
 
 def _audits(folder: Path, drafters: Iterable[str], missing: list[str]) -> dict[str, dict[str, Any]]:
@@ -101,7 +119,7 @@ def _audits(folder: Path, drafters: Iterable[str], missing: list[str]) -> dict[s
     for name in drafters:
         path = folder / "audit" / name / "audit.json"
         if path.is_file():
-            found[name] = results.read_json(path)
+            found[name] = _object(path, "engine")
         else:
             missing.append(f"audit of {name}: stage 06 has not run")
     return found
@@ -123,14 +141,23 @@ def _engine(folder: Path, engine: str, drafters: list[str], missing: list[str]) 
             missing.append(f"{engine}, {name}: stage 08 has not run")
             continue
         replays[name], judged[name] = replayed.read(where / "replay.json"), read_verdict(str(where))
+        for file, of in (
+            ("replay.json", replays[name]["drafter"]),
+            ("verdict.json", judged[name]["verdict"]["drafter"]),
+        ):
+            if of != name:
+                raise Eagle3Error(f"{short_path(where / file)}: drafter: found {of!r}, expected {name!r}")
         if name in runs:
             diagnose.check_same(runs[name], replays[name])
     if not runs and not replays:
         return None
     timed = {mode: run for mode, run in runs.items() if timing.is_timed(run)}
     plain = timed.get(PLAIN)
-    beside = {mode: run for mode, run in timed.items() if plain is not None and mode != PLAIN}
-    costs = {name: found["cost"] for name, found in judged.items() if found["cost"]}
+    others = {mode: run for mode, run in timed.items() if plain is not None and mode != PLAIN}
+    beside = {mode: run for mode, run in others.items() if timing.are_paired(runs[PLAIN], run)}
+    missing += [f"{engine}, {mode}: its speed, timed otherwise than plain decoding" for mode in others.keys() - beside]
+    missing += [f"{engine}, {mode}: its speed, not timed" for mode in runs.keys() - timed.keys()]
+    costs = {name: found["cost"] for name, found in judged.items() if found["cost"] and name in beside}
     by_concurrency = {mode: timing.by_concurrency(runs[PLAIN], run) for mode, run in beside.items()}
     verdicts = [found["verdict"] for found in judged.values()]
     return {
@@ -148,7 +175,11 @@ def _engine(folder: Path, engine: str, drafters: list[str], missing: list[str]) 
         "latency": {mode: timing.latency(run) for mode, run in timed.items()},
         "step_s": {mode: timing.step_time(run) for mode, run in timed.items() if mode != NGRAM},
         "tokens": _tokens(runs, replays) if PLAIN in runs else None,
-        "clean_room": {mode: clean_room.told(run.get("clean_room", {})) for mode, run in runs.items()},
+        "clean_room": {
+            mode: clean_room.told(run["clean_room"])
+            for mode, run in runs.items()
+            if "others" in run.get("clean_room", {})
+        },
         "break_even": {
             name: _break_even(replays[name], timed[name], by_concurrency[name], costs[name]) for name in costs
         },
@@ -205,14 +236,15 @@ def _tokens(runs: dict[str, Benchmark], replays: dict[str, Replay]) -> EmittedTo
         "tokens_not_the_targets_choice": {
             name: replay["agreement"]["tokens_not_greedy"]
             for name, replay in replays.items()
-            if not replay.get("sampled")
+            if not replay.get("sampled") and "tokens_not_greedy" in replay["agreement"]
         },
     }
 
 
 def _stages(folder: Path) -> list[StageRun]:
     """Stage, seconds and provenance of every manifest of the run, in the order they ran."""
-    manifests = [results.read_json(path) for path in folder.rglob("manifest.json")]
+    fields = ("stage", "params", "seconds", "started", "git")
+    manifests = [_object(path, *fields) for path in folder.rglob("manifest.json")]
     return [
         {
             "stage": m["stage"],

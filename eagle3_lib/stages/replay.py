@@ -127,7 +127,8 @@ def _plain(params: ReplayParams, bench: Benchmark, target: Any, drafter: Drafter
     if found is None:
         return None
     where = f"{params.plain}/benchmark.json: sampling"
-    if SamplingSettings.check(dict(found.get("sampling", {})), where) != told.sampling:
+    asked = {"temperature": found["temperature"]} if "temperature" in found else {}
+    if SamplingSettings.check({**asked, **found.get("sampling", {})}, where) != told.sampling:
         return None
     return emitted.plain(target, drafter.config.boundaries[0], found["requests"], told)
 

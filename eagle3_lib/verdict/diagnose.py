@@ -37,7 +37,7 @@ from ..results import (
 from . import slices, suspects
 from .acceptance import curve, request_counts, summary
 from .changes import HEALTHY as CORRECT
-from .evidence import FALSE_ALARM, NOISE, Evidence, Table, agreement, surely_more
+from .evidence import FALSE_ALARM, LEAST_DEPARTING, NOISE, Evidence, Table, agreement, surely_more
 from .faults import FAULTS
 from .rounds import NOT_TOLD
 
@@ -167,7 +167,7 @@ def _judge_tokens(case: _Case) -> Verdict | None:
     sampled = found.replay.get("sampled")
     if sampled:
         return None if sampled["lossless"] else _judge_sampled(case, sampled)
-    if found.not_greedy <= NOT_GREEDY * found.tokens:
+    if found.not_greedy <= NOT_GREEDY * found.tokens or found.not_greedy < LEAST_DEPARTING:
         return None
     wrong = f"{found.not_greedy} of {found.tokens} tokens are not the target's first choice"
     if defaults := found.replay.get("untold_defaults"):

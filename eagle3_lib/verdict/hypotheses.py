@@ -148,7 +148,10 @@ def counts_from(
             if name != HEALTHY and not setup.stale
         }
         for index, request in enumerate(some):
-            yield {name: capped(of[index], request.get("drafted")) for name, of in counts.items()}
+            drafted = (
+                request.get("drafted") if placed[index].firsts else None
+            )  # a request that is not compared has no counts
+            yield {name: capped(of[index], drafted) for name, of in counts.items()}
 
 
 def _groups(requests: Sequence[Text]) -> Iterator[list[int]]:

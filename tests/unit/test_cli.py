@@ -87,7 +87,7 @@ def test_help_says_what_is_read_and_written_and_gives_an_example(command):
 
 
 def test_run_passes_its_words_on_to_snakemake():
-    done = script("run", "quickstart", "-n")
+    done = script("run", "quickstart", "-n", "--forceall")
     assert done.returncode == 0, done.stderr
     assert "This was a dry-run" in done.stdout + done.stderr
 
@@ -112,9 +112,9 @@ def test_publish_takes_a_folder_and_harmless_texts(monkeypatch):
     called = []
     monkeypatch.setattr(publish, "run", lambda *given: called.append(given) or ROOT / "pages" / "mine" / "index.html")
     told = eagle3("publish", "mine", "--to", "pages", "--allow", "/home/ann", "--allow", "ann").stdout
-    assert told.endswith("pages/mine/index.html\n") and called == [("mine", "pages", ("/home/ann", "ann"))]
+    assert told.endswith("pages/mine/index.html\n") and called == [("mine", "pages", ("/home/ann", "ann"), False)]
     eagle3("publish", "mine")
-    assert called[1] == ("mine", "reports", ())
+    assert called[1] == ("mine", "reports", (), False)
 
 
 def test_an_error_is_one_line_on_stderr():

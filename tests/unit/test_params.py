@@ -79,3 +79,26 @@ def test_a_mode_and_its_drafter_go_together():
         BenchmarkParams.check({"mode": "plain", "drafter": "d"}, "x")
     with pytest.raises(Eagle3Error, match="drafter"):
         BenchmarkParams.check({"mode": "base"}, "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("drafters: [a]", "drafters: found .*, expected: a valid dictionary"),
+        ("drafters: {a: 1}", "drafters.a: found 1, expected: a valid string"),
+        ("drafters: {a: 'x/{foo}'}", "drafters.a: found 'x/{foo}', expected a folder"),
+        ("drafters: {a: 'x/{'}", "drafters.a: found 'x/{', expected a folder"),
+        ("engines: 5", "engines.*: found 5, expected"),
+        ("engines: {vllm: abc}", "engines.*vllm: found 'abc', expected"),
+        ("shared: [1]", "shared: found .*, expected: a valid dictionary"),
+        ("run: [1]", "run: found"),
+    ],
+)
+def test_a_section_of_another_shape_is_one_error(tmp_path, text, said):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(Eagle3Error, match=f"mine.yaml: {said}"):
+        Run(path)
+    path.write_bytes(b"run: \xff\xfe")
+    with pytest.raises(Eagle3Error, match="mine.yaml: not YAML"):
+        Run(path)

@@ -199,7 +199,7 @@ def outputs(jobs):
 @pytest.mark.parametrize(
     "path, direct",
     [
-        ("eagle3_lib/verdict/slices.py", {"replay", "diagnose"}),
+        ("eagle3_lib/verdict/slices.py", {"replay", "diagnose", "pages"}),
         ("eagle3_lib/compat/audit_rules.yaml", {"audit", "extract"}),
         ("eagle3_lib/reports/template/style.css", {"pages"}),
         ("eagle3_lib/reports/plots.py", {"diagnose"}),
