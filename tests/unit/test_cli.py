@@ -86,6 +86,7 @@ def test_help_says_what_is_read_and_written_and_gives_an_example(command):
 # ---------------------------------------------------------------------------------------------------------------- runs
 
 
+@pytest.mark.slow
 def test_run_passes_its_words_on_to_snakemake():
     done = script("run", "quickstart", "-n", "--forceall")
     assert done.returncode == 0, done.stderr
@@ -100,6 +101,7 @@ def test_run_keeps_the_words_as_they_are(monkeypatch):
     assert called == [(sys.executable, [sys.executable, str(ROOT / "workflow" / "run.py"), "quickstart", *words])]
 
 
+@pytest.mark.slow
 def test_plan_of_the_quickstart_by_name_and_by_path(target_folder):
     told = eagle3("plan", "quickstart").stdout
     assert "Engine arguments" in told and "captures [2, 15, 27]" in told
@@ -117,6 +119,7 @@ def test_publish_takes_a_folder_and_harmless_texts(monkeypatch):
     assert called[1] == ("mine", "reports", (), False)
 
 
+@pytest.mark.slow
 def test_an_error_is_one_line_on_stderr():
     result = eagle3("plan", "nobody", code=1)
     assert result.stdout == "" and result.stderr.startswith("eagle3: params/nobody.yaml: no such params file")
@@ -129,6 +132,7 @@ def test_an_error_is_one_line_on_stderr():
 # ------------------------------------------------------------------------------------------------------------ verdicts
 
 
+@pytest.mark.slow
 def test_diagnose_a_benchmark_of_anybodys(benchmark, tmp_path, target_folder):
     words = ["--benchmark", benchmark, "--drafter", BASE, "--target", SMOLLM2]
     told = eagle3("diagnose", *words, "--out", tmp_path / "out").stdout
@@ -170,6 +174,7 @@ def test_diagnose_a_run_that_has_measured_nothing(tmp_path):
     assert "found no benchmark.json of drafters base, later in engines vllm" in told
 
 
+@pytest.mark.slow
 def test_diagnose_a_run_of_which_only_a_drafter_was_measured(benchmark, tmp_path, target_folder):
     (tmp_path / "benchmark" / "vllm" / "base").mkdir(parents=True)
     shutil.move(benchmark / "benchmark.json", tmp_path / "benchmark" / "vllm" / "base")
@@ -186,6 +191,7 @@ def test_diagnose_a_run_of_which_only_a_drafter_was_measured(benchmark, tmp_path
     assert report["engines"]["vllm"]["speedup"] == {} and report["preflight"] is None
 
 
+@pytest.mark.slow
 def test_diagnose_a_run_with_what_the_quickstart_measured(tmp_path, target_folder):
     """Stages 08 and 09 on published measurements of a few requests: what is printed is the report's verdict."""
     published = json.loads((PUBLISHED / "report.json").read_text())

@@ -19,6 +19,7 @@ def rounds_of(random, requests: int, rate: float, spread: float = 0.1) -> list[l
     return [np.minimum(random.geometric(1 - p, n) - 1, POSITIONS).tolist() for p, n in zip(easy, length, strict=True)]
 
 
+@pytest.mark.slow
 def test_intervals_cover():
     """Nominal 95 %: within 2 points over 500 runs, at 12 requests and at 60."""
     truth = acceptance.mean_length(
@@ -56,6 +57,7 @@ def disturbed(random, rounds: list[list[int]], share: float) -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 def test_false_alarms_of_a_healthy_engine():
     """A bfloat16 engine departs in 2 % of the rounds that can tell, as measured; faults differ in 1 to 50 %. At most 1 %."""
     random, alarms, runs = np.random.default_rng(3), 0, 200
@@ -353,6 +355,7 @@ def test_a_habit_of_healthy_engines_excuses_no_fault_that_is_found():
     assert (verdict.kind, verdict.fault) == (diagnose.FAULT, "verification is not lossless")
 
 
+@pytest.mark.slow
 def test_more_rounds_are_asked_for_only_where_they_would_decide():
     """Once 5,854,545 was printed, for a share that lay near a threshold."""
     assert diagnose._rounds_needed(0, 10, 10, 0.001) in range(43, 60)
@@ -539,6 +542,7 @@ def test_a_fault_in_half_of_the_requests_is_named_with_them():
         assert "It holds in 6 of 12 requests" in verdict.sentence
 
 
+@pytest.mark.slow
 def test_slices_of_an_engine_that_departs_everywhere_are_rare():
     """Departing rounds at random places: a slice is found in at most 1 % of runs."""
     random, found = np.random.default_rng(34), 0

@@ -40,6 +40,7 @@ def test_a_target_with_more_heads_is_the_same_function(folder):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_drafter_with_more_heads_drafts_the_same(tmp_path):
     out = divisible.with_more_heads(DRAFTER, tmp_path / "more", 4)
     before, after = (checkpoint.load(place, 30).drafter for place in (DRAFTER, out))
@@ -54,6 +55,7 @@ def test_a_drafter_with_more_heads_drafts_the_same(tmp_path):
     assert torch.equal(*drafted) and len(drafted[0].unique()) > 20
 
 
+@pytest.mark.slow
 def test_a_drafter_with_more_tokens_has_the_logits_it_had(tmp_path):
     before = checkpoint.load(DRAFTER, 30).drafter
     after = checkpoint.load(divisible.with_more_tokens(DRAFTER, tmp_path / "more", 8256, 30), 30).drafter

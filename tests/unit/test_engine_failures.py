@@ -33,6 +33,7 @@ def stub(fault, answers, log, timeout_s=20):
         assert not [p for p in left if "stub_engine" in " ".join(p.info["cmdline"])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_hang_is_told_from_a_slow_answer(tmp_path, stream):
     with stub("hang", 2, tmp_path / "server.log") as server:
@@ -58,6 +59,7 @@ def test_an_engine_that_dies_in_the_run(tmp_path):
     assert "answer 2: die" in str(error.value)
 
 
+@pytest.mark.slow
 def test_an_engine_that_needs_longer_than_its_deadline(tmp_path):
     with (
         pytest.raises(Eagle3Error, match="has not answered in start_timeout_s"),
@@ -66,6 +68,7 @@ def test_an_engine_that_needs_longer_than_its_deadline(tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_finished_repeats_outlive_an_engine_that_dies(tmp_path, monkeypatch):
     """Ten answers a request, two prompts, three repeats: the first engine ends in the second repeat."""
     prompts = [SimpleNamespace(id=name, split="held_out", prompt_ids=[1]) for name in "ab"]

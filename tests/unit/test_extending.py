@@ -41,6 +41,7 @@ def run(code: str) -> dict:
     return names
 
 
+@pytest.mark.slow
 def test_a_fault(recorded, target, monkeypatch):
     """In the catalogue it is a hypothesis, and the only one that reproduces an engine that has it."""
     (block,) = blocks("A fault")
@@ -102,6 +103,7 @@ def toy(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_an_engine(toy, tmp_path):
     """The library serves it, asks it for one completion, and ends it."""
     assert isinstance(toy, Engine) and offered(toy.server)

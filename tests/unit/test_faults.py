@@ -84,6 +84,7 @@ def engine_with(fault: str, recorded) -> dict:
     return {"drafter": "base", "positions": steps, "requests": examined}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["boundaries -1", "norm_output flipped", "cliff after step 0"])
 def test_an_engine_with_a_fault_is_named(recorded, fault):
     verdict = diagnose.judge(engine_with(fault, recorded))
@@ -92,11 +93,13 @@ def test_an_engine_with_a_fault_is_named(recorded, fault):
     assert verdict.evidence["ranking"][1]["value"] < 0.95
 
 
+@pytest.mark.slow
 def test_a_fault_outside_the_catalogue_is_unknown(recorded):
     verdict = diagnose.judge(engine_with("middle boundary dropped", recorded))
     assert (verdict.kind, verdict.fault) == (diagnose.UNKNOWN, None)
 
 
+@pytest.mark.slow
 def test_a_healthy_engine_is_healthy(recorded):
     verdict = diagnose.judge(engine_with(changes.HEALTHY, recorded))
     assert verdict.kind == diagnose.HEALTHY
@@ -104,6 +107,7 @@ def test_a_healthy_engine_is_healthy(recorded):
     assert verdict.evidence["gap"]["value"] == 0.0
 
 
+@pytest.mark.slow
 def test_histograms_are_enough(recorded):
     texts, steps = recorded.few, recorded.steps
     names = (changes.HEALTHY, "boundaries -1", "boundaries +1", "norm_output flipped")

@@ -113,6 +113,7 @@ for number in range(10_000):
 """
 
 
+@pytest.mark.slow
 def test_sigkill_inside_a_shard_loses_no_finished_one(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path)], cwd=ROOT)
     try:

@@ -158,6 +158,7 @@ def test_architectures_are_read_from_fat_binaries(tmp_path):
     assert fit_probe.images(library) == {"sm": [], "ptx": []}
 
 
+@pytest.mark.slow
 def test_the_probe_runs_below_another_interpreter(monkeypatch):
     monkeypatch.setattr(fit.manifest, "gpus", lambda: HEALTHY["gpus"])
     facts = fit.collect()

@@ -58,6 +58,7 @@ def lines_of(path):
     return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
+@pytest.mark.slow
 def test_two_thousand_requests_to_failing_servers_killed_three_times(tmp_path, target_folder):
     rows = [{"prompt": f"prompt number {n}"} for n in range(2000)]
     with stub_server.running("--fail", 0.05) as one, stub_server.running("--fail", 0.05, "--seed", 1) as two:
@@ -87,6 +88,7 @@ def test_two_thousand_requests_to_failing_servers_killed_three_times(tmp_path, t
     assert float(output) - few_mib < 30  # 1600 more answers: the same memory
 
 
+@pytest.mark.slow
 def test_streamed_replies_that_break_are_asked_again(tmp_path, target_folder):
     rows = [{"prompt": f"prompt number {n}"} for n in range(100)]
     with stub_server.running("--fail", 0.15) as server:
@@ -145,6 +147,7 @@ def test_a_truncated_parquet_file_is_named(tmp_path, servers):
         list(iter_answers(tmp_path / "out"))
 
 
+@pytest.mark.slow
 def test_a_killed_run_asks_only_what_is_missing(tmp_path, servers):
     params = params_for(tmp_path, [{"prompt": prompt} for prompt in QUICKSTART], servers)
     assert generate.run(params)["asked_now"] == 120
@@ -251,6 +254,7 @@ def test_a_data_set_without_the_datasets_library(monkeypatch):
         prompts.read("datasets:some/set")
 
 
+@pytest.mark.slow
 def test_each_share_of_the_data_is_sampled_as_its_settings_say(tmp_path, servers):
     rows = [{"prompt": f"prompt {n}"} for n in range(400)]
     sampling = [{"share": 0.25, "temperature": 1.0, "top_p": 0.9}, {"share": 0.25, "temperature": 0.5}]

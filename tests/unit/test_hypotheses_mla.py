@@ -241,6 +241,7 @@ def case(request):
     )
 
 
+@pytest.mark.slow
 def test_all_are_tried_on_one_of_the_two(case):
     inapplicable = {
         "public": {

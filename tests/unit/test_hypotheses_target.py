@@ -74,6 +74,7 @@ def test_only_cos_and_sin_are_the_targets(tiny):
     assert tiny.drafter.rotary.inv_freq[1] != shared.rotary.inv_freq[1]
 
 
+@pytest.mark.slow
 def test_an_engine_with_one_cache_for_both_is_named(recorded, target):
     """vllm-ascend#6612: a drafter of theta 100,000 turned by a target's 5,000,000."""
     plain = {"rope_type": "default", "rope_theta": 5e6}
@@ -132,6 +133,7 @@ def test_where_ranks_divide_nothing_it_is_no_hypothesis(recorded, target, tiny):
     assert RANKS not in hypotheses.hypotheses(recorded.drafter, granite)
 
 
+@pytest.mark.slow
 def test_an_engine_that_captures_before_the_sum_is_named(recorded, target):
     boundaries = recorded.drafter.config.boundaries
     made, handed = [], []
@@ -153,6 +155,7 @@ def test_an_engine_that_captures_before_the_sum_is_named(recorded, target):
     assert (verdict.kind, verdict.fault) == (diagnose.FAULT, RANKS), verdict.sentence
 
 
+@pytest.mark.slow
 def test_the_real_engine_that_captured_before_the_sum(recorded, target):
     """benchmarks/tp_agreement.py: vLLM at tensor parallel 2, where each rank drafts from its own part, so not quite this."""
     measured = json.loads((ROOT / "benchmarks" / "results" / "tp_agreement.json").read_text())["requests"]["tp2_wrong"]

@@ -37,6 +37,7 @@ def planned(output):
     return set(re.findall(r"^(\w+) +\d+$", output, re.MULTILINE)) - {"total"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [[], ["--profile", "workflow/profiles/local"]])
 def test_a_target_file_runs_only_what_it_needs(params, profile):
     path, name = params
@@ -46,6 +47,7 @@ def test_a_target_file_runs_only_what_it_needs(params, profile):
     assert re.search(r"^extract_part +2$", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_rule_is_a_target_too_and_without_one_everything_runs(params):
     code, output = script("workflow/run.py", params[0], "preflight", "-n")
     assert (code, planned(output)) == (0, {"preflight"}), output
@@ -54,6 +56,7 @@ def test_a_rule_is_a_target_too_and_without_one_everything_runs(params):
     assert {"all", "pages", "benchmark", "preflight"} <= planned(output)
 
 
+@pytest.mark.slow
 def test_run_names_the_extra_of_a_profile_whose_plugin_is_missing(tmp_path):
     (tmp_path / "config.yaml").write_text("executor: nothing\n")
     code, output = script("workflow/run.py", "quickstart", "-n", "--profile", str(tmp_path))
@@ -61,6 +64,7 @@ def test_run_names_the_extra_of_a_profile_whose_plugin_is_missing(tmp_path):
     assert "found no plugin for executor 'nothing' here; docs/install.md: EXTRA=cpu,nothing" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words, told",
     [

@@ -68,6 +68,7 @@ MLA = LLAMA.with_(
 SWITCHES = ["norm_before_residual", "norm_output", "fc_norm", "norm_before_fc", "attention_bias"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", range(1, 8))
 @pytest.mark.parametrize(
     "base", [LLAMA, MLA, LLAMA.with_(qk_norm=True, num_hidden_layers=2)], ids=["llama", "mla", "2"]

@@ -87,6 +87,7 @@ def simulate(
     return lossless.judge(judged, temperature)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verifier", "named"),
     [
@@ -103,6 +104,7 @@ def test_broken_verifiers_are_named_within_2000_tokens(verifier, named):
     assert all(name and name.startswith(named) for name in found), found
 
 
+@pytest.mark.slow
 def test_correct_verifier_passes():
     judged = [simulate("correct", 600, seed) for seed in range(40)]
     assert [result["fault"] for result in judged] == [None] * 40
@@ -160,6 +162,7 @@ def test_near_ties_of_the_drafter_do_not_count_as_other_drafts():
 # -------------------------------------------------------------------------------------------------- level and calibration
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.8, 0.15])
 def test_few_tokens_and_rare_events_raise_no_alarm(temperature):
     judged = [simulate("correct", 25, seed, temperature) for seed in range(100)]
@@ -296,6 +299,7 @@ def sampled(settings: SamplingSettings, drawn_with: SamplingSettings, tokens: in
     return lossless.judge(lossless.emission_of(head, torch.tensor(rows), answer, settings), settings.temperature)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [{"top_k": 8}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 12, "top_p": 0.9}, {"repetition_penalty": 1.3}],

@@ -37,6 +37,7 @@ def wait_until(condition, seconds=10):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_server_ends_with_the_process_that_holds_it(signum):
     tag = f"eagle3-test-{os.getpid()}-{signum}"
@@ -97,6 +98,7 @@ def test_a_server_that_dies_while_loading_shows_its_log(tmp_path):
     assert "no such layer: 31" in str(error.value) and "server.log" in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_is_given_up_and_ended(tmp_path):
     tag = f"eagle3-test-{os.getpid()}-mute"
     server = base.Server("http://127.0.0.1:9", "target", "stub", "0")

@@ -66,6 +66,7 @@ def test_common_text_is_no_leak(monkeypatch):
     assert not list(leaks.find(text))
 
 
+@pytest.mark.slow
 def test_nothing_of_what_is_published_leaks():
     assert leaks.refuse_folder(ROOT / "reports", "reports") > 20
 

@@ -29,6 +29,7 @@ def thinking_target(tmp_path_factory, target_folder):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_thought_is_captured_and_renders_as_the_servers_ids(tmp_path, thinking_target, stream):
     (tmp_path / "replies.json").write_text(json.dumps(REPLIES))
@@ -111,6 +112,7 @@ TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}{% endif %}"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("stopped", [False, True])
 def test_without_ids_the_targets_template_gives_them(target_folder, thinking, stopped):

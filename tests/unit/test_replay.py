@@ -40,6 +40,7 @@ def test_replay_reproduces_the_engine(recorded):
     assert healthy["mean_length"]["value"] == pytest.approx(2.01, abs=0.005)
 
 
+@pytest.mark.slow
 def test_602_of_605_rounds_are_equal_and_the_others_are_cut(recorded):
     rows, every = [], dense(recorded.drafter, recorded)
     assert every == recorded.correct_counts  # the sparse replay is the dense one
@@ -55,6 +56,7 @@ def test_602_of_605_rounds_are_equal_and_the_others_are_cut(recorded):
     assert len(unequal) == 3 and all(row["cut"] for row in unequal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("boundaries", "curve"),
     [
@@ -75,6 +77,7 @@ def test_replay_of_the_last_three_with_the_last_one_normed(recorded, target):
     assert own_curve(setup, recorded)["curve"]["value"] == pytest.approx([0.047, 0.008, 0.003, 0.000], abs=6e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{"norm_output": True}, {"norm_before_residual": True}, {"fc_norm": True}])
 def test_sparse_replay_equals_the_dense_one(recorded, config):
     drafter = changes.variant(recorded.drafter, **config)

@@ -69,6 +69,7 @@ def right_everywhere(config: DrafterConfig, tokens: int) -> tuple[replay.Setup, 
     return replay.correct(drafter), replay.Texts([[0] * tokens], [1], [streams])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_peak_of_a_long_text(shape, monkeypatch):
     """All scores of one step would be 144 MiB, all logits of one step 24 MiB."""

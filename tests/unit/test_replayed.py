@@ -107,6 +107,7 @@ def test_a_damaged_request_is_named(tmp_path):
         list(replayed.read(path)["requests"])
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_requests(tmp_path):
     """10,000 requests of 1,000 rounds once took about 45 GiB."""
     path, peaks = tmp_path / "replay.json", {}

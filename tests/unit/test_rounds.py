@@ -74,6 +74,7 @@ def answer(source: random.Random) -> tuple[list[int], list[int], list[int], int]
     return accepted, firsts, chunks, sum(emitted)
 
 
+@pytest.mark.slow
 def test_a_sure_place_is_the_true_one():
     source, sure, every = random.Random(0), 0, 0
     for number in range(20000):

@@ -83,6 +83,7 @@ def with_(wanted, **more):
     return Wanted(**(vars(wanted) | more))
 
 
+@pytest.mark.slow
 def test_features_are_the_targets_own(served):
     with sglang_tap.backend(served.wanted) as features:
         found = [*features(served.texts), *features(served.texts)]  # asked again, nothing comes from a cache
@@ -93,6 +94,7 @@ def test_features_are_the_targets_own(served):
         assert torch.allclose(ours.draft_mass, theirs.draft_mass, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_numbers_survive_json_in_the_targets_dtype(served):
     with sglang_tap.backend(with_(served.wanted, dtype="bfloat16", boundaries=(1, 29), last_hidden=False)) as features:
         (found,) = features(served.texts[:1])
@@ -101,6 +103,7 @@ def test_numbers_survive_json_in_the_targets_dtype(served):
     assert found.last_hidden.shape == (len(served.texts[0]), 0)  # its server was not started
 
 
+@pytest.mark.slow
 def test_a_store_by_sglang_is_checked_by_transformers_first(served, data, loaded, tmp_path, monkeypatch):
     params = params_for(served, data, tmp_path / "out", backend="sglang", parity_with="transformers")
     notes = extract.run(params)
@@ -120,6 +123,7 @@ def test_a_store_by_sglang_is_checked_by_transformers_first(served, data, loaded
     assert not list((tmp_path / "late").glob("shard-*"))
 
 
+@pytest.mark.slow
 def test_sglang_as_the_reference(served, data, loaded, tmp_path, monkeypatch):
     params = params_for(served, data, tmp_path / "out", parity_with="sglang")
     assert all(row["agrees"] for row in extract.run(params)["parity"]["boundaries"])
@@ -130,6 +134,7 @@ def test_sglang_as_the_reference(served, data, loaded, tmp_path, monkeypatch):
         extract.run(params.model_copy(update={"out": str(tmp_path / "last"), "boundaries": [2, 30]}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "said"),
     [

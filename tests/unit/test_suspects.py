@@ -121,6 +121,7 @@ def test_a_suspect_must_gain_surely_by_five_percent_and_in_twenty_rounds():
     assert named["much"]["accepted"] == 1.25 and named["much"]["p"] < 1e-9
 
 
+@pytest.mark.slow
 def test_false_alarms_of_chance_are_below_one_percent():
     """Fourteen suspects that draft as well as the config, in 100 runs."""
     generator, alarms = torch.Generator().manual_seed(0), 0
@@ -140,22 +141,27 @@ def test_suspects_that_rounds_do_not_tell_apart_are_named_beside(recorded):
 # --- public cases -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_case_17_a_config_with_another_theta_is_named(judge):
     assert judge(rope_parameters=DEFAULT_ROPE | {"rope_theta": 1000.0}) == ("rope_theta", 100000.0)
 
 
+@pytest.mark.slow
 def test_case_02_a_config_with_other_layers_is_named(judge):
     assert judge(boundaries=(3, 16, 28)) == (checkpoint.IDS, [2, 15, 27])
 
 
+@pytest.mark.slow
 def test_flags_are_named(judge):
     assert judge(norm_before_residual=True) == ("norm_before_residual", False)
 
 
+@pytest.mark.slow
 def test_a_healthy_drafter_has_no_suspect(judge):
     assert judge() is None
 
 
+@pytest.mark.slow
 def test_rounds_of_the_engine_are_compared_where_there_are_some(target, recorded):
     requests = [r | {"accepted": r["per_step_accepted"]} for r in recorded.record["requests"][:2]]
     found = suspects.examine(target, recorded.drafter, requests, recorded.steps)
@@ -217,6 +223,7 @@ def audited(tmp_path, drafter, **params):
     return audit.run(AuditParams(**values | {"data": str(tmp_path / "answers")} | params))
 
 
+@pytest.mark.slow
 def test_the_audit_names_a_value_from_held_out_answers(recorded, tmp_path):
     (tmp_path / "answers").mkdir()
     rows = [
@@ -236,6 +243,7 @@ def test_the_audit_names_a_value_from_held_out_answers(recorded, tmp_path):
     assert audit_tables.scores_table(report["config"]).iloc[0]["with"] == "norm_before_residual false"
 
 
+@pytest.mark.slow
 def test_the_audit_says_that_layers_are_guessed_and_why_nothing_was_measured(tmp_path):
     report = audited(tmp_path, BASE)
     assert report["boundaries"]["guessed"] and report["worst"] == "note"

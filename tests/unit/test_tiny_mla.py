@@ -50,6 +50,7 @@ def test_texts_are_kept_to_their_last_whole_sentence():
     assert tiny_mla.whole_sentences("no end") == ""
 
 
+@pytest.mark.slow
 def test_the_target_learns_and_its_folder_is_what_engines_read(params, trained):
     assert trained["texts"] == len(TEXTS) and trained["last_loss"] < 0.6 * trained["first_loss"]
     folder = Path(params.out)
@@ -96,6 +97,7 @@ def test_without_texts_and_with_wrong_boundaries_it_says_so(params):
         tiny_mla.TinyMlaParams.check(params.model_dump() | {"boundaries": [5]}, "here")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["healthy", "broken"])
 def test_published_rounds_follow_from_the_weights_in_the_repository(engine):
     published = ROOT / "reports" / "tiny_mla" / "data" / "benchmark" / engine / "public" / "benchmark.json"

@@ -140,6 +140,7 @@ def test_a_packed_pass_has_the_gradients_of_its_samples():
         torch.testing.assert_close(together[name], apart[name], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_row_of_a_step(tiny):
     """Later steps weigh loss_decay ** step; a step divided over passes is the same step."""
     notes = train.run(tiny)
@@ -155,6 +156,7 @@ def test_the_row_of_a_step(tiny):
 # --- killed, and on several processes
 
 
+@pytest.mark.slow
 def test_a_sigkilled_training_ends_with_the_same_weights(tiny):
     """Killed between two checkpoints and started again: bit for bit the unbroken run."""
     whole = tiny.model_copy(update={"epochs": 20})
@@ -176,6 +178,7 @@ def test_a_sigkilled_training_ends_with_the_same_weights(tiny):
     assert not list(checkpoints.glob("*"))
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one_and_their_checkpoint_goes_on_in_one(tiny):
     """DDP and FSDP2 over gloo; a third run is killed after its first steps and goes on in one process."""
     params = tiny.model_copy(update={"batch_size": 3, "ema": 0.5, "tokens_per_pass": 20, "epochs": 2})

@@ -142,6 +142,7 @@ def test_it_is_off_unless_asked_for(monkeypatch):
         vllm_plugin.register()
 
 
+@pytest.mark.slow
 def test_the_installed_vllm_loads_it_needs_nothing_and_says_so(tmp_path):
     """Through vLLM's own loader, which finds the entry point of pyproject.toml in a package's metadata."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -156,6 +157,7 @@ def test_the_installed_vllm_loads_it_needs_nothing_and_says_so(tmp_path):
     assert "vLLM 0.32.0 runs EAGLE-3 on DeepSeek-V3 and Kimi targets by itself; nothing lifted" in said
 
 
+@pytest.mark.slow
 def test_the_three_gates_of_0_16(stub):
     code, said = run(
         LAYERS
@@ -190,6 +192,7 @@ print(kimi.language_model.model.aux_hidden_state_layers)
     assert "163605 (2, 30, 58)\n(2, 30, 58)" in said
 
 
+@pytest.mark.slow
 def test_a_boundary_is_the_sum_of_the_layers_before_it(stub):
     """Layer n adds 10**n, and the embedding is 0: boundary 3 is 111, whatever later layers overwrite."""
     code, said = run(

@@ -38,6 +38,7 @@ def strings(tree):
     return [node.value for node in constants if id(node) not in docstrings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", ["0", "1"])
 def test_what_is_started_by_name_is_in_the_closure(variable, monkeypatch):
     monkeypatch.setenv(closure.SWITCH, variable)
@@ -167,6 +168,7 @@ def project(tmp_path_factory):
     return Project(tmp_path_factory.mktemp("project") / "copy")
 
 
+@pytest.mark.slow
 def test_every_imported_module_is_an_input_of_the_rule(project, tmp_path):
     programs = tmp_path / "programs.json"
     programs.write_text(json.dumps({rule: imports_of(notebook) for rule, notebook in NOTEBOOKS.items()}))
@@ -196,6 +198,7 @@ def outputs(jobs):
     return {path for job in jobs for path in job.output}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path, direct",
     [
@@ -217,6 +220,7 @@ def test_rounds_are_of_stage_08(project):
     assert "replay" in {job.rule for job in project.jobs if "eagle3_lib/verdict/rounds.py" in job.input}
 
 
+@pytest.mark.slow
 def test_what_is_touched_and_equal_runs_nothing_again(project):
     for path in ("models/target/model.safetensors", "models/drafter/config.json", "eagle3_lib/verdict/rounds.py"):
         (project.root / path).touch()
@@ -227,6 +231,7 @@ def changed_params(planned):
     return {job.rule for job in planned if "Params have changed" in job.why}
 
 
+@pytest.mark.slow
 def test_replaced_weights_of_the_drafter_run_again_what_depends_on_them(project):
     planned = project.because_of("models/drafter/model.safetensors", lambda _: "others")
     assert {"preflight", "generate", "profile"}.isdisjoint(job.rule for job in planned)
@@ -235,12 +240,14 @@ def test_replaced_weights_of_the_drafter_run_again_what_depends_on_them(project)
     assert plain == [] and "runs/x/replay/two/given/replay.json" in outputs(planned)
 
 
+@pytest.mark.slow
 def test_replaced_weights_of_the_target_run_again_everything(project):
     planned = project.because_of("models/target/model.safetensors", lambda _: "others")
     assert changed_params(planned) == {"preflight"}
     assert outputs(planned) == outputs(project.jobs)
 
 
+@pytest.mark.slow
 def test_an_upgraded_engine_runs_again_what_it_did(project):
     planned = project.because_of("version", lambda _: "vllm 0.33.0\n")
     assert changed_params(planned) == {"preflight"}
