@@ -216,10 +216,14 @@ def _tells(server: base.Server, params: BenchmarkParams) -> bool:
 
 
 def _by_chunks(server: base.Server, prompt: Answer, params: BenchmarkParams) -> MeasuredRequest:
-    """One answer alone, its rounds read off the stream; asked again while the engine's own totals contradict them."""
+    """One answer alone, its rounds read off the stream; asked again while the engine's own totals contradict them.
+
+    N-gram speculation has many steps without drafts, which are chunks and no rounds: its answers are asked once, and the
+    counters over all of them say what was accepted.
+    """
     positions = params.num_speculative_tokens
     for tries in range(1, CHUNK_TRIES + 1):
-        before = serving.counters(server)
+        before = None if params.mode == "ngram" else serving.counters(server)
         answer = serving.complete(server, prompt.prompt_ids, params.max_tokens, sampling=params.settings())
         answer.accepted = answer.rounds_from_chunks()
         if answer.totals is None and before is not None:
@@ -228,7 +232,7 @@ def _by_chunks(server: base.Server, prompt: Answer, params: BenchmarkParams) -> 
         if "drafted" in totals and totals["drafted"] == positions * totals["rounds"]:
             answer.drafted = [positions] * len(answer.accepted)
         request = cast(MeasuredRequest, {"id": prompt.id, **asdict(answer), "tries": tries})
-        if not contradiction(request, positions):
+        if params.mode == "ngram" or not contradiction(request, positions):
             break
     return request
 
