@@ -58,8 +58,13 @@ class EngineServer(Protocol):
         max_tokens: int,
         sampling: SamplingSettings = ...,
         stream: bool = True,
+        salt: str = "",
     ) -> Completion:
-        """One completion of token ids, with what the engine tells of its rounds."""
+        """One completion of token ids, with what the engine tells of its rounds.
+
+        Args:
+            salt: the prefix cache is shared with requests of the same salt only.
+        """
 
     def decode(self, server: Server, prompt_ids: list[int], tokens: int, batch: int) -> int:
         """Decode ``batch`` requests with one prompt, sent as one, each exactly ``tokens`` long; returns tokens in all."""
