@@ -22,6 +22,8 @@ from typing import Any
 import httpx
 import openai
 import psutil
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from ..errors import Eagle3Error
 from ..params import GREEDY, SamplingSettings
@@ -393,3 +395,19 @@ def _cached_tokens(usage: Any, known: int | None) -> int | None:
     details = getattr(usage, "prompt_tokens_details", None)
     told: int | None = getattr(details, "cached_tokens", None)
     return known if told is None else told
+
+
+def metrics_of(server: Server) -> list[Metric]:
+    """The families of /metrics; [] where the server has none there.
+
+    Raises:
+        Eagle3Error: it does not answer.
+    """
+    try:
+        reply = server.http().get("/metrics")
+    except httpx.HTTPError as error:
+        raise server.failed(error) from server.reached.cause(error)
+    try:
+        return list(text_string_to_metric_families(reply.text)) if reply.status_code == 200 else []
+    except ValueError:  # a page of a proxy
+        return []

@@ -11,8 +11,6 @@ from typing import Any
 
 import httpx
 import openai
-from prometheus_client import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
 from ...params import NEUTRAL_SAMPLING, Serving
 from ...results import Counters
@@ -25,6 +23,7 @@ from ..base import (
     find_distribution,
     interpreter,
     launch,
+    metrics_of,
     pick_port,
 )
 from ..spec import version_tuple
@@ -156,27 +155,11 @@ def decode(server: Server, prompt_ids: list[int], tokens: int, batch: int) -> in
     return completed
 
 
-def metrics(server: Server) -> list[Metric]:
-    """The families of /metrics; [] where the server has none there.
-
-    Raises:
-        Eagle3Error: it does not answer.
-    """
-    try:
-        reply = server.http().get("/metrics")
-    except httpx.HTTPError as error:
-        raise server.failed(error) from server.reached.cause(error)
-    try:
-        return list(text_string_to_metric_families(reply.text)) if reply.status_code == 200 else []
-    except ValueError:  # a page of a proxy
-        return []
-
-
 def counters(server: Server) -> Counters | None:
     """Speculation counters since the server's start; None where it has none. Read in v1/spec_decode/metrics.py."""
     rounds, drafted = 0, 0
     accepted: dict[int, int] = {}
-    for family in metrics(server):
+    for family in metrics_of(server):
         for sample in family.samples:
             if sample.name == "vllm:spec_decode_num_drafts_total":
                 rounds += int(sample.value)
