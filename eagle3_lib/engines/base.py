@@ -22,6 +22,8 @@ from typing import Any
 import httpx
 import openai
 import psutil
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from ..errors import Eagle3Error
 from ..params import GREEDY, SamplingSettings
@@ -29,6 +31,7 @@ from ..paths import project_path, short_path
 from ..process import end_group
 from ..results import Totals
 from . import clean_room
+from .access import Access as Access
 from .definitions import NOTHING_TOLD, Definitions
 
 LOG_LINES_SHOWN = 25
@@ -44,7 +47,7 @@ class Server:
     a request that gets no token for so long has met a hang. log, group: of a server that :func:`launch` started. room: what
     held the GPUs before and after it (:mod:`eagle3_lib.engines.clean_room`), known when it has ended; empty without a GPU. left_out:
     options that this version does not know (:mod:`eagle3_lib.engines.versions`). definitions: what this version tells of
-    speculation.
+    speculation. access: key, headers and TLS of a server that runs already (:mod:`eagle3_lib.engines.running`).
     """
 
     url: str
@@ -59,16 +62,24 @@ class Server:
     room: clean_room.Record = field(default_factory=clean_room.Record)
     left_out: tuple[str, ...] = ()
     definitions: Definitions = NOTHING_TOLD
+    access: Access | None = None
+
+    @property
+    def reached(self) -> Access:
+        """How it is reached: as given, or without a key at its address."""
+        return self.access or Access(self.url)
+
+    def http(self) -> httpx.Client:
+        """Its pool of connections; requests take paths ("/metrics"), and a timeout where the usual one is too short."""
+        return self.reached.http()
 
     def client(self, timeout_s: float = 0) -> openai.OpenAI:
         """The OpenAI client, which waits ``timeout_s`` (0: ``stall_s``) for the next bytes of an answer."""
-        return _client(self.url, timeout_s or self.stall_s)
+        return self.reached.openai(timeout_s or self.stall_s)
 
-
-@functools.cache
-def _client(url: str, timeout_s: float) -> openai.OpenAI:
-    """One client, and so one connection pool, a server: making one takes longer than a token on a GPU."""
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=timeout_s, max_retries=0)
+    def failed(self, error: Exception) -> Eagle3Error:
+        """The error to raise from ``reached.cause(error)`` where a completion failed; see :func:`failure`."""
+        return Eagle3Error(failure(self, error))
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,8 @@ class Completion:
     accepted, drafted: counts of each speculation round (None where this answer does not tell them: [] is an answer without
     a round). chunks: tokens in each streamed chunk: prefill's one, then one chunk a step, or several steps joined.
     histogram: rounds by accepted count, and totals, {"rounds", "accepted", "drafted"}, where the server tells them. seconds:
-    from sending the request to the last chunk; first_token_s: to the first token.
+    from sending the request to the last chunk; first_token_s: to the first token. cached_tokens: prompt tokens that came from
+    the prefix cache, None where the server does not tell it (vLLM: --enable-prompt-tokens-details).
     """
 
     prompt_ids: list[int]
@@ -119,6 +131,7 @@ class Completion:
     chunks: list[int] = field(default_factory=list)
     histogram: list[int] | None = None
     totals: Totals | None = None
+    cached_tokens: int | None = None
 
     def rounds_from_chunks(self) -> list[int]:
         """Accepted counts of the rounds, when no other request was under way: a step emits its accepted drafts and one."""
@@ -233,7 +246,7 @@ def _wait_ready(process: subprocess.Popen[bytes], server: Server, log: Path, dea
             told = time.monotonic()
             print("  still loading", flush=True)
         try:
-            if httpx.get(f"{server.url}/health", timeout=2).status_code == 200:
+            if server.http().get("/health", timeout=2).status_code == 200:
                 patient = server.client(timeout_s=max(5, round(deadline - time.monotonic())))
                 patient.completions.create(model=server.model, prompt="Hello", max_tokens=1)
                 return
@@ -253,22 +266,44 @@ def log_tail(log: Path) -> str:
     return "\n".join([*told, f"Last lines of {short_path(log)}:", *(f"  {line}" for line in last)])
 
 
+ASKED_FIELDS = ("return_token_ids", "cache_salt", "extra_key")  # fields beside OpenAI's that a server may refuse
+
+
+def said(error: Exception) -> str:
+    """What a server said of a request that it refused, beside the status."""
+    if not isinstance(error, httpx.HTTPStatusError):
+        return str(error)
+    words = error.response.text.strip() if error.response.is_closed else ""
+    return f"{error.response.status_code} {error.response.reason_phrase}: {words[:300]}" if words else str(error)
+
+
+def refused_field(error: Exception) -> str:
+    """The field beside OpenAI's that a server refused by name; "" where it refused something else."""
+    refused = isinstance(error, openai.BadRequestError | openai.UnprocessableEntityError)
+    if isinstance(error, httpx.HTTPStatusError):
+        refused = error.response.status_code in (400, 422)
+    return next((name for name in ASKED_FIELDS if name in said(error)), "") if refused else ""
+
+
 def failure(server: Server, error: Exception) -> str:
-    """What a failed completion tells of the engine: it hangs, it has ended, or it refused the request."""
+    """What a failed completion tells of the engine: it hangs, it has ended, or it refused the request; without the key."""
     name = f"{server.engine} {server.version}"
     if isinstance(error, openai.APITimeoutError | httpx.TimeoutException):
         message = f"{name} hangs: a request got no token for {server.stall_s:g} s (stall_timeout_s) while /health {_health(server)}"
         message += _dump_stacks(server)
     elif server.group and _ended(server.group):
-        message = f"{name} ended while it answered: {error}"
+        message = f"{name} ended while it answered: {said(error)}"
+    elif field_name := refused_field(error):
+        message = f"{name} refuses the field {field_name} ({said(error)}); expected a server that takes it"
     else:
-        message = f"{name} failed a completion: {error}"
+        message = f"{name} failed a completion: {said(error)}"
+    message = server.reached.hide(message)
     return f"{message}.\n{log_tail(server.log)}" if server.log else message
 
 
 def _health(server: Server) -> str:
     try:
-        return f"answers {httpx.get(f'{server.url}/health', timeout=5).status_code}"
+        return f"answers {server.http().get('/health', timeout=5).status_code}"
     except httpx.HTTPError as error:
         return f"does not answer ({error})"
 
@@ -299,7 +334,12 @@ def _dump_stacks(server: Server) -> str:
 
 
 def complete(
-    server: Server, prompt_ids: list[int], max_tokens: int, sampling: SamplingSettings = GREEDY, stream: bool = True
+    server: Server,
+    prompt_ids: list[int],
+    max_tokens: int,
+    sampling: SamplingSettings = GREEDY,
+    stream: bool = True,
+    salt: str = "",
 ) -> Completion:
     """One completion of token ids from an OpenAI-compatible server that returns them (vLLM: return_token_ids).
 
@@ -307,6 +347,8 @@ def complete(
         sampling: every setting is sent, since a server fills what is left out from the target's generation_config.json.
         stream: chunk by chunk, with the time of the first token and a chunk for each step; else whole, which costs the
             client less and keeps it out of the way when many requests are timed together.
+        salt: the prefix cache is shared with requests of the same salt only, so the first with a new one is cold (vLLM:
+            cache_salt, at most 128 characters without "@", "/" and a backslash). A release that does not know the field ignores it.
     Raises:
         Eagle3Error: the server gave no token ids, or an error.
     """
@@ -330,6 +372,7 @@ def complete(
                 "repetition_penalty": sampling.repetition_penalty,
                 "min_tokens": sampling.min_tokens,
                 "return_token_ids": True,
+                **({"cache_salt": salt} if salt else {}),
             },
         )
         for reply in replies if stream else [replies]:
@@ -339,8 +382,32 @@ def complete(
                 result.finish_reason = choice.finish_reason or result.finish_reason
             if told := ((reply.model_extra or {}).get("metrics") or {}).get("speculative_decoding"):
                 _take_rounds(server, told, result)
+            result.cached_tokens = _cached_tokens(reply.usage, result.cached_tokens)
     except (openai.APIError, httpx.HTTPError) as error:
-        raise Eagle3Error(failure(server, error)) from error
+        raise server.failed(error) from server.reached.cause(error)
     if not result.output_ids:
         raise Eagle3Error(f"{server.engine} {server.version} returned no token ids; expected them (return_token_ids)")
     return result
+
+
+def _cached_tokens(usage: Any, known: int | None) -> int | None:
+    """Prompt tokens from the prefix cache by the usage of an answer or chunk, or what is known already."""
+    details = getattr(usage, "prompt_tokens_details", None)
+    told: int | None = getattr(details, "cached_tokens", None)
+    return known if told is None else told
+
+
+def metrics_of(server: Server) -> list[Metric]:
+    """The families of /metrics; [] where the server has none there.
+
+    Raises:
+        Eagle3Error: it does not answer.
+    """
+    try:
+        reply = server.http().get("/metrics")
+    except httpx.HTTPError as error:
+        raise server.failed(error) from server.reached.cause(error)
+    try:
+        return list(text_string_to_metric_families(reply.text)) if reply.status_code == 200 else []
+    except ValueError:  # a page of a proxy
+        return []

@@ -7,6 +7,7 @@ from typing import Protocol
 from ..params import SamplingSettings, Serving
 from ..results import Counters
 from .base import Completion, Server, Speculation
+from .told import Busy, Card, Told
 
 
 class EngineServer(Protocol):
@@ -58,8 +59,13 @@ class EngineServer(Protocol):
         max_tokens: int,
         sampling: SamplingSettings = ...,
         stream: bool = True,
+        salt: str = "",
     ) -> Completion:
-        """One completion of token ids, with what the engine tells of its rounds."""
+        """One completion of token ids, with what the engine tells of its rounds.
+
+        Args:
+            salt: the prefix cache is shared with requests of the same salt only.
+        """
 
     def decode(self, server: Server, prompt_ids: list[int], tokens: int, batch: int) -> int:
         """Decode ``batch`` requests with one prompt, sent as one, each exactly ``tokens`` long; returns tokens in all."""
@@ -69,3 +75,27 @@ class EngineServer(Protocol):
 
     def start_profile(self, server: Server, folder: Path) -> None:
         """Start its torch profiler; the traces go to ``folder`` when the profile is stopped (/stop_profile)."""
+
+
+class EngineRunning(Protocol):
+    """The functions of ``engines/NAME/told.py``: a server that runs already, on which nothing is changed."""
+
+    def recognised(self, server: Server, owner: str) -> str | None:
+        """The engine's version if the server is one, "" where it hides it; None if it is something else.
+
+        Args:
+            server: of which no more is known than its address and a model.
+            owner: "owned_by" of that model in /v1/models.
+        """
+
+    def told(self, server: Server, card: Card, models: list[str]) -> Told:
+        """What it tells of its configuration.
+
+        Args:
+            card: the entry of the model in /v1/models. models: the names of all that it serves.
+        Raises:
+            Eagle3Error: it gives no token ids, or refuses a completion.
+        """
+
+    def busy(self, server: Server) -> Busy | None:
+        """What it does now, and has done since its start; None where it does not tell."""

@@ -7,11 +7,14 @@ from .spec import Engine
 from .vllm.spec import SPEC as VLLM
 
 if TYPE_CHECKING:  # mypy holds the modules against the protocol here: they are imported when they are first needed
-    from .protocol import EngineServer
+    from .protocol import EngineRunning, EngineServer
     from .sglang import server as sglang_server
+    from .sglang import told as sglang_told
     from .vllm import server as vllm_server
+    from .vllm import told as vllm_told
 
     OFFERED: tuple[EngineServer, ...] = (vllm_server, sglang_server)
+    TOLD: tuple[EngineRunning, ...] = (vllm_told, sglang_told)
 
 ENGINES: dict[str, Engine] = {
     spec.name: Engine(spec, f"eagle3_lib.engines.{spec.name}.server") for spec in (VLLM, SGLANG)

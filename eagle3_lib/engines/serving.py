@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import httpx
-
 from ..params import GREEDY, SamplingSettings, Serving
 from ..results import Counters
 from .base import Completion, Server, Speculation
@@ -16,10 +14,15 @@ def speculative_words(params: Serving, speculation: Speculation) -> list[str]:
 
 
 def complete(
-    server: Server, prompt_ids: list[int], max_tokens: int, sampling: SamplingSettings = GREEDY, stream: bool = True
+    server: Server,
+    prompt_ids: list[int],
+    max_tokens: int,
+    sampling: SamplingSettings = GREEDY,
+    stream: bool = True,
+    salt: str = "",
 ) -> Completion:
     """One completion of token ids, with what the engine tells of its rounds; see :func:`eagle3_lib.engines.base.complete`."""
-    return ENGINES[server.engine].server.complete(server, prompt_ids, max_tokens, sampling, stream)
+    return ENGINES[server.engine].server.complete(server, prompt_ids, max_tokens, sampling, stream, salt)
 
 
 def decode(server: Server, prompt_ids: list[int], tokens: int, batch: int) -> int:
@@ -45,4 +48,4 @@ def start_profile(server: Server, folder: Path) -> None:
 
 def stop_profile(server: Server) -> None:
     """End a profile; when this returns its traces are written."""
-    httpx.post(f"{server.url}/stop_profile", timeout=300).raise_for_status()
+    server.http().post("/stop_profile", timeout=300).raise_for_status()

@@ -12,7 +12,7 @@ from .definitions import Definitions
 from .settings import Setting
 
 if TYPE_CHECKING:
-    from .protocol import EngineServer
+    from .protocol import EngineRunning, EngineServer
 
 Release = tuple[int, ...]
 
@@ -93,7 +93,10 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine: its data, and the module that starts it and speaks to it, which is imported when it is first needed."""
+    """An engine: its data, and the modules that start it and speak to it, which are imported when they are first needed.
+
+    module: ``server.py`` of its package, beside which ``told.py`` lies.
+    """
 
     spec: EngineSpec
     module: str
@@ -101,3 +104,8 @@ class Engine:
     @property
     def server(self) -> "EngineServer":
         return cast("EngineServer", importlib.import_module(self.module))
+
+    @property
+    def running(self) -> "EngineRunning":
+        """What reads the configuration of a server that runs already."""
+        return cast("EngineRunning", importlib.import_module(f"{self.module.rpartition('.')[0]}.told"))

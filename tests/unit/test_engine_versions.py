@@ -196,10 +196,10 @@ def recorded(monkeypatch):
         return httpx.Response(200, json=ANSWERS["whole"])
 
     moment = {"now": "before"}
-    http = httpx.Client(transport=httpx.MockTransport(answer))
+    http = httpx.Client(base_url="http://recorded", transport=httpx.MockTransport(answer))
     client = openai.OpenAI(base_url="http://recorded/v1", api_key="none", http_client=http)
-    monkeypatch.setattr(base, "_client", lambda url, timeout_s: client)
-    monkeypatch.setattr(vllm.httpx, "get", lambda url, **options: http.get(url))
+    monkeypatch.setattr(base.Access, "openai", lambda access, timeout_s: client)
+    monkeypatch.setattr(base.Access, "http", lambda access: http)
     server = base.Server(
         "http://recorded", "target", "vllm", "0.32.0", tells_rounds=True, definitions=VLLM.definitions_in("0.32.0")
     )

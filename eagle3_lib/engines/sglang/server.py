@@ -6,7 +6,6 @@ At one request at a time a streamed chunk is a step, so the rounds are read off 
 """
 
 import contextlib
-import functools
 import json
 import time
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from ..base import (
     Completion,
     Server,
     Speculation,
-    failure,
     find_distribution,
     interpreter,
     launch,
@@ -109,24 +107,32 @@ def serve(
 
 
 def complete(
-    server: Server, prompt_ids: list[int], max_tokens: int, sampling: SamplingSettings = GREEDY, stream: bool = True
+    server: Server,
+    prompt_ids: list[int],
+    max_tokens: int,
+    sampling: SamplingSettings = GREEDY,
+    stream: bool = True,
+    salt: str = "",
 ) -> Completion:
-    """One completion by /generate; see :func:`eagle3_lib.engines.base.complete`.
+    """One completion by /generate; see :func:`eagle3_lib.engines.base.complete`. The salt is its extra_key.
 
     Raises:
         Eagle3Error: an error of the server.
     """
     started, result = time.monotonic(), Completion(prompt_ids)
     body = {"input_ids": prompt_ids, "sampling_params": sampling_parameters(sampling, max_tokens), "stream": stream}
+    body |= {"extra_key": salt} if salt else {}
     try:
-        with _client(server.url, server.stall_s).stream("POST", "/generate", json=body) as reply:
+        with server.http().stream("POST", "/generate", json=body, timeout=server.stall_s) as reply:
+            if reply.is_error:
+                reply.read()  # the server's words, for the error
             reply.raise_for_status()
             lines = (line.removeprefix("data: ") for line in reply.iter_lines())
             for line in lines if stream else ["".join(lines)]:
                 if line.startswith("{"):
                     _take(json.loads(line), result, time.monotonic() - started, server.definitions)
     except (httpx.HTTPError, ValueError) as error:
-        raise Eagle3Error(failure(server, error)) from error
+        raise server.failed(error) from server.reached.cause(error)
     if not result.output_ids:
         raise Eagle3Error(f"sglang {server.version} returned no token ids")
     return result
@@ -146,16 +152,11 @@ def decode(server: Server, prompt_ids: list[int], tokens: int, batch: int) -> in
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     body = {"input_ids": [prompt_ids] * batch, "sampling_params": sampling}
     try:
-        reply = _client(server.url, server.stall_s).post("/generate", json=body)
+        reply = server.http().post("/generate", json=body, timeout=server.stall_s)
         reply.raise_for_status()
         return sum(answer["meta_info"]["completion_tokens"] for answer in reply.json())
     except (httpx.HTTPError, ValueError) as error:
-        raise Eagle3Error(failure(server, error)) from error
-
-
-@functools.cache
-def _client(url: str, timeout_s: float) -> httpx.Client:
-    return httpx.Client(base_url=url, timeout=timeout_s, limits=httpx.Limits(max_connections=None))
+        raise server.failed(error) from server.reached.cause(error)
 
 
 def _take(event: dict[str, Any], result: Completion, seconds: float, definitions: Definitions) -> None:
@@ -167,6 +168,7 @@ def _take(event: dict[str, Any], result: Completion, seconds: float, definitions
     result.add_chunk(ids[known:] if cumulative else ids, seconds)
     result.histogram = definitions.histogram_in(meta) or result.histogram
     result.totals = definitions.totals_in(meta) or result.totals
+    result.cached_tokens = meta.get("cached_tokens", result.cached_tokens)
     reason = meta.get("finish_reason")
     result.finish_reason = (reason.get("type") if isinstance(reason, dict) else reason) or result.finish_reason
 
@@ -178,4 +180,4 @@ def counters(server: Server) -> Counters | None:
 
 def start_profile(server: Server, folder: Path) -> None:
     body = {"output_dir": str(folder), "activities": ["CPU", "GPU"]}
-    httpx.post(f"{server.url}/start_profile", json=body, timeout=60).raise_for_status()
+    server.http().post("/start_profile", json=body, timeout=60).raise_for_status()

@@ -11,9 +11,7 @@ from typing import Any
 
 import httpx
 import openai
-from prometheus_client.parser import text_string_to_metric_families
 
-from ...errors import Eagle3Error
 from ...params import NEUTRAL_SAMPLING, Serving
 from ...results import Counters
 from .. import versions
@@ -22,10 +20,10 @@ from ..base import (
     Server,
     Speculation,
     complete,
-    failure,
     find_distribution,
     interpreter,
     launch,
+    metrics_of,
     pick_port,
 )
 from ..spec import version_tuple
@@ -151,8 +149,8 @@ def decode(server: Server, prompt_ids: list[int], tokens: int, batch: int) -> in
             temperature=0,
             extra_body={"ignore_eos": True},
         )
-    except openai.APIError as error:
-        raise Eagle3Error(failure(server, error)) from error
+    except (openai.APIError, httpx.HTTPError) as error:
+        raise server.failed(error) from server.reached.cause(error)
     completed: int = reply.usage.completion_tokens
     return completed
 
@@ -161,7 +159,7 @@ def counters(server: Server) -> Counters | None:
     """Speculation counters since the server's start; None where it has none. Read in v1/spec_decode/metrics.py."""
     rounds, drafted = 0, 0
     accepted: dict[int, int] = {}
-    for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=30).text):
+    for family in metrics_of(server):
         for sample in family.samples:
             if sample.name == "vllm:spec_decode_num_drafts_total":
                 rounds += int(sample.value)
@@ -177,7 +175,7 @@ def counters(server: Server) -> Counters | None:
 
 def start_profile(server: Server, folder: Path) -> None:
     """The folder was given at the start (--profiler-config)."""
-    httpx.post(f"{server.url}/start_profile", timeout=60).raise_for_status()
+    server.http().post("/start_profile", timeout=60).raise_for_status()
 
 
 __all__ = [
