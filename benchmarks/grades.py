@@ -111,17 +111,16 @@ def outcome(verdict: diagnose.Verdict, rounds: diagnose.Verdict) -> str:
     """What a lower grade's verdict is beside the one from rounds: named, tied, open, no alarm or wrong."""
     faulty = rounds.kind in diagnose.OF_ENGINE
     if verdict.kind == diagnose.FAULT:
-        if rounds.kind != diagnose.FAULT:
+        right = {verdict.fault, *verdict.ties} & {rounds.fault, *rounds.ties} - {None}
+        if rounds.kind != diagnose.FAULT or not right:
             return "wrong"
-        if verdict.fault == rounds.fault:
-            return "named with ties" if verdict.ties else "named"
-        return "named with ties" if {rounds.fault} & set(verdict.ties) else "wrong"
+        return "named with ties" if verdict.ties else "named"
     if verdict.kind == diagnose.UNKNOWN:
         return "not named" if faulty or rounds.kind in (diagnose.SMALL, diagnose.NOTHING) else "wrong"
     if verdict.kind == rounds.kind:
         return "the same"
-    if verdict.kind == diagnose.SMALL:
-        return "small deviation" if faulty or rounds.kind == diagnose.NOTHING else "wrong"
+    if verdict.kind == diagnose.NO_ALARM:
+        return "no alarm" if rounds.kind == diagnose.HEALTHY else f"no alarm, {rounds.kind}"
     if verdict.kind in (diagnose.CANNOT_TELL, diagnose.NOT_ENOUGH):
         return "cannot tell"
     return "missed" if faulty or rounds.kind == diagnose.SMALL else f"{rounds.kind} is {verdict.kind}"
@@ -133,7 +132,12 @@ def judged(pair: str) -> list[dict]:
     kept = own(pair, found)
     for path, record in found:
         rounds = diagnose.judge(replayed.read(path.with_name(f"{path.stem}.judged") / "replay/replay.json"))
-        row: dict[str, Any] = {"pair": pair, "record": path.stem, "fault": record["fault"], "where": record.get("where")}
+        row: dict[str, Any] = {
+            "pair": pair,
+            "record": path.stem,
+            "fault": record["fault"],
+            "where": record.get("where"),
+        }
         row["rounds"] = {"kind": rounds.kind, "fault": rounds.fault, "ties": rounds.ties}
         row["departing"] = rounds.evidence["departing"]
         for grade in GRADES:
@@ -151,7 +155,11 @@ def main() -> None:
     rows = [row for pair in PAIRS for row in judged(pair)]
     outcomes = {grade: dict(collections.Counter(row[grade]["outcome"] for row in rows)) for grade in GRADES}
     removed = {
-        grade: dict(collections.Counter(row[grade].get("without its entry") for row in rows if "without its entry" in row[grade]))
+        grade: dict(
+            collections.Counter(
+                row[grade].get("without its entry") for row in rows if "without its entry" in row[grade]
+            )
+        )
         for grade in GRADES
     }
     print(json.dumps({"outcomes": outcomes, "without its entry": removed}, indent=1))
