@@ -16,13 +16,15 @@ from ..params import ReplayParams, SamplingSettings
 from ..paths import project_path, short_path
 from ..results import Benchmark, Cost, PlainTokens, Replay, VerdictFile
 from ..targets import targets
-from ..verdict import begun, changes, diagnose, emitted, hypotheses, lossless, replayed, suspects
+from ..verdict import begun, changes, diagnose, emitted, hypotheses, lossless, pooled, replayed, suspects
 from ..verdict.emitted import Told
 from ..verdict.rounds import at_context_limit
 
 
 def run(params: ReplayParams) -> Replay:
     """Replay one drafter on the tokens that the engine emitted, lay its rounds beside the engine's, and judge them.
+
+    Where the engine tells no rounds, each hypothesis makes its own of the same tokens, and what the engine counted is judged.
 
     Writes replay.json (:class:`eagle3_lib.results.Replay`) and verdict.json (:class:`eagle3_lib.results.VerdictFile`).
 
@@ -53,9 +55,10 @@ def run(params: ReplayParams) -> Replay:
         }
         path = project_path(params.out) / "replay.json"
         tally, emissions = replayed.Tally(bench["positions"]), []
-        setups = {name: suspect.setup for name, suspect in tried.items() if suspect.fault is None}
+        own = rounds.without_rounds
+        setups = {name: suspect.setup for name, suspect in tried.items() if own or suspect.fault is None}
         examined = hypotheses.examining(
-            target, drafter, bench["requests"], bench["positions"], None, told, ranks, setups
+            target, drafter, bench["requests"], bench["positions"], None, told, ranks, setups, own
         )
         with replayed.Writer(path, header) as writer:
             for request, emission in tqdm(examined, total=len(bench["requests"]), desc="replay", mininterval=2):
@@ -68,6 +71,8 @@ def run(params: ReplayParams) -> Replay:
                 sampled = lossless.judge(lossless.Emission.join(emissions), told.sampling.temperature)
             plain = _plain(params, bench, target, drafter, told)
             summary = {**tally.summary(), "sampled": sampled, "plain": plain}
+            if own:
+                summary["engine_acceptance"] = pooled.engine_acceptance(bench, rounds.grade)
             writer.finish(summary)
         found = begun.find(replayed.read(path), target, drafter, bench["requests"], ranks)
         if found:
@@ -85,6 +90,7 @@ def run(params: ReplayParams) -> Replay:
 def _header(params: ReplayParams, rounds: measured.Rounds, told: Told) -> dict[str, Any]:
     """What replay.json says before its requests."""
     bench = rounds.bench
+    check = bench.get("cross_check") or {}
     return {
         "drafter": params.name,
         "engine": params.engine,
@@ -92,17 +98,21 @@ def _header(params: ReplayParams, rounds: measured.Rounds, told: Told) -> dict[s
         "positions": bench["positions"],
         "dtype": told.dtype,
         "sampling": told.sampling.model_dump(),
-        "evidence": bench.get("evidence", "told"),
+        "evidence": rounds.grade,
         "prompts_in_chunks": measured.prompts_in_chunks(bench),
         "at_limit": sum(at_context_limit(request, bench) for request in bench["requests"]),
-        "contradictions": (bench.get("cross_check") or {}).get("contradictions", []),
+        "contradictions": check.get("contradictions", []),
+        "counters": check.get("counters") if rounds.grade == pooled.COUNTERS else None,
+        "other_rounds": check.get("other_rounds", 0),
     }
 
 
 def judge(params: ReplayParams, bench: Benchmark, replay: Replay) -> VerdictFile:
     """The verdict on a replay; weakness is judged where the engine's plain decoding was timed beside it."""
     cost = _cost(params, bench, replay)
-    verdict = diagnose.judge(replay, cost["break_even_length"] if cost else None)
+    break_even = cost["break_even_length"] if cost else None
+    of_counts = replay.get("evidence") in pooled.GRADES
+    verdict = pooled.judge(replay, break_even) if of_counts else diagnose.judge(replay, break_even)
     return {"schema": results.VERDICT_SCHEMA, "verdict": verdict.as_dict(), "cost": cost}
 
 

@@ -20,6 +20,7 @@ from scipy import stats
 from ..errors import Eagle3Error
 from ..results import (
     Acceptance,
+    Benchmark,
     Counters,
     CurveInterval,
     FittedHypothesis,
@@ -448,6 +449,16 @@ def acceptance_of(counters: Counters, positions: int) -> Acceptance:
         "acceptance_rate": _alone(sum(accepted) / drafted if drafted else None),
         "mean_length": _alone(1 + sum(accepted) / rounds if rounds else None),
     }
+
+
+def engine_acceptance(bench: Benchmark, grade: str) -> Acceptance:
+    """What an engine that tells no rounds accepted: by its histograms, or its counters over all requests."""
+    positions = bench["positions"]
+    histograms = [_padded(request.get("histogram") or [], positions) for request in bench["requests"]]
+    counters = (bench.get("cross_check") or {}).get("counters")
+    if grade == HISTOGRAMS:
+        return summary([np.repeat(np.arange(positions + 1), some) for some in histograms], positions)
+    return acceptance_of(counters or {"rounds": 0, "accepted": [0] * positions}, positions)
 
 
 def _alone(value: float | None) -> Interval:
