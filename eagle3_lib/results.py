@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from .errors import Eagle3Error
 from .paths import short_path
 
-BENCHMARK_SCHEMA, REPLAY_SCHEMA, VERDICT_SCHEMA, REPORT_SCHEMA = 2, 2, 1, 3
+BENCHMARK_SCHEMA, REPLAY_SCHEMA, VERDICT_SCHEMA, REPORT_SCHEMA, CARD_SCHEMA = 2, 2, 1, 3, 1
 SHOWN = 60  # characters of a value that an error shows
 
 Count = Annotated[int, Field(strict=True, ge=0)]
@@ -503,6 +503,47 @@ class VerdictFile(TypedDict):
     schema: int
     verdict: StoredVerdict
     cost: Cost | None
+
+
+# ---------------------------------------------------------------------------------------------------------- card.json
+
+
+class Yield(TypedDict):
+    """What speculation yields; over_plain: throughput over plain decoding. None: not measured."""
+
+    acceptance_rate: float | None
+    mean_length: float | None
+    over_plain: float | None
+
+
+class Gate(TypedDict):
+    """A mean acceptance length that a run must reach. found: what it reached; met: None where there was no round."""
+
+    expect_length: float
+    found: Interval
+    met: bool | None
+
+
+class StoredCard(TypedDict):
+    """The decision card of one drafter in one engine (:class:`eagle3_lib.verdict.card.Card`)."""
+
+    schema: NotRequired[int]
+    drafter: str
+    engine: str
+    kind: str
+    headline: str
+    confidence: str
+    cost: str
+    next: str
+    after: str
+    evidence: str
+    exit_code: int
+    grade: str
+    files: list[str]
+    now: Yield | None
+    mended: Yield | None
+    gate: Gate | None
+    warnings: list[str]
 
 
 # -------------------------------------------------------------------------------------------------------- report.json

@@ -175,7 +175,7 @@ class _Case:
 
     @property
     def source(self) -> str:
-        return "their histograms" if self.grade == HISTOGRAMS else "the counters over them"
+        return "the requests' histograms" if self.grade == HISTOGRAMS else "the engine's counters"
 
     def verdict(self, kind: str, sentence: str, **more: Any) -> Verdict:
         return Verdict(self.drafter, kind, f"{self.drafter}: {sentence}", self.evidence, **more)
@@ -509,11 +509,8 @@ def _ranked(count: Count) -> Ranked:
 
 
 def _unlike(count: Count) -> str:
-    return f"{count.unlike} rounds are not {_article(count.name)}'s, of {count.rounds} that can tell"
-
-
-def _article(name: str) -> str:
-    return "a correct engine" if name == CORRECT else f"an engine with {name}"
+    whose = "a correct engine's" if count.name == CORRECT else f"as {count.name} predicts"
+    return f"{count.unlike} rounds are not {whose}, of {count.rounds} that can tell"
 
 
 def _as_correct(case: _Case, correct: Count, faulty: Sequence[Count]) -> Verdict:
@@ -572,7 +569,7 @@ def _departs(case: _Case, correct: Count, faulty: Sequence[Count], hypotheses: i
     if sure and case.grade == HISTOGRAMS:
         best = next((count for count in sure if count.name == diagnose.NOTHING_AT_ALL), sure[0])
         return _fault(case, correct, best, [count.name for count in faulty if count is not best])
-    said = f"{_rates(case)}. {case.source.capitalize()}: {_unlike(correct)}."
+    said = f"{_rates(case)}. {_sentence(case.source)}: {_unlike(correct)}."
     like = faulty[0] if faulty else None
     case.evidence["most_like"] = _fitted(like, correct) if like else None
     few = correct.unlike <= MOST_WALK * diagnose.SMALL_SHARE * case.evidence["rounds_compared"]
@@ -611,13 +608,13 @@ def _fault(case: _Case, correct: Count, best: Count, ties: list[str]) -> Verdict
     also = remedy = ""
     if ties:
         names = ", ".join(ties[:6]) + (f" and {len(ties) - 6} more" if len(ties) > 6 else "")
-        also = f" {case.source.capitalize()} cannot tell it from: {names}."
+        also = f" {_sentence(case.source)} cannot tell it from: {names}."
     if best.name in FAULTS:
         entry = FAULTS[best.name]
         remedy = f" Confirm with: {entry.experiment}." if ties else f" Remedy: {entry.remedy}."
     return case.verdict(
         diagnose.FAULT,
-        f"{_rates(case)}. Engine fault: {best.name}. {case.source.capitalize()}: {_unlike(correct)}, and {_unlike(best)}."
+        f"{_rates(case)}. Engine fault: {best.name}. {_sentence(case.source)}: {_unlike(correct)}, and {_unlike(best)}."
         f"{also}{remedy}",
         fault=best.name,
         ties=ties,
@@ -632,6 +629,10 @@ def _config(case: _Case, suspect: Score) -> Verdict:
         f"would accept {gain} at the rounds that it makes of these answers. To try: {suspect['shim']}",
         suspect=suspect,
     )
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _rates(case: _Case) -> str:
