@@ -161,7 +161,7 @@ class Card:
         gate = _gate(verdict, expect_length)
         code = EXIT[kind]
         if gate and gate["met"] is not True and code == FINE:
-            code = OF_DRAFTER
+            code = UNTOLD if gate["met"] is None else OF_DRAFTER
         command, after = _next(verdict, grade, asked)
         return cls(
             drafter=verdict["drafter"],
