@@ -169,7 +169,7 @@ class Card:
             kind=kind,
             headline=_headline(verdict),
             confidence=_confidence(verdict, grade),
-            cost=_cost(kind, now, mended),
+            cost=_cost(kind, now, mended) + _break_even(verdict),
             next=command,
             after=after,
             evidence=GRADES[grade],
@@ -293,6 +293,11 @@ def _cost(kind: str, now: Yield | None, mended: Yield | None) -> str:
     else:
         changed.append(f"speed {UNKNOWN}: not timed beside plain decoding")
     return f"now -> mended: {'; '.join(changed)}."
+
+
+def _break_even(verdict: StoredVerdict) -> str:
+    length = verdict["evidence"].get("break_even_length")
+    return f" Speculation breaks even at {length:.2f} tokens a round in this engine." if length is not None else ""
 
 
 def _yield(values: Yield) -> str:
