@@ -5,7 +5,7 @@
 Every hypothesis walks the target's own answers (replayed rounds, no engine). In each draw the requests are parted at
 random: one half is what the replay knows, of the other half requests are counted until there are N rounds, as when the
 counters come from traffic whose tokens nobody kept. A fault is told from a hypothesis when its counters reject that
-hypothesis at 1 % in at least 95 % of the draws (diagnose.rank_pooled). Also: how many hypotheses give the very same
+hypothesis at 1 % in at least 95 % of the draws (pooled.rank_pooled). Also: how many hypotheses give the very same
 counters on the same tokens. Writes benchmarks/results/pooled_counters.json.
 """
 
@@ -22,7 +22,7 @@ from eagle3_lib.manifest import hardware, versions
 from eagle3_lib.paths import project_path
 from eagle3_lib.targets import capture, targets
 from eagle3_lib.targets.answers import read_answers
-from eagle3_lib.verdict import acceptance, changes, diagnose, hypotheses
+from eagle3_lib.verdict import acceptance, changes, hypotheses, pooled
 
 DATA, DRAFTER = "runs/quickstart/generate", "runs/quickstart/train/drafter"
 KEPT = "runs/fault_matrix/pooled/rounds.json"
@@ -67,10 +67,10 @@ def study(own: dict[str, list[list[int]]]) -> list[dict]:
     for _ in tqdm(range(DRAWS), desc="draws", mininterval=5):
         order = random.permutation(len(own[names[0]]))
         known, engine = order[: len(order) // 2], order[len(order) // 2 :]
-        curves = diagnose.pooled_curves({name: [own[name][i] for i in known] for name in names}, POSITIONS)
+        curves = pooled.pooled_curves({name: [own[name][i] for i in known] for name in names}, POSITIONS)
         for n, rounds in enumerate(ROUNDS):
             for f, name in enumerate(names):
-                ranked = diagnose.rank_pooled(counted(counts[name][engine], rounds), curves)
+                ranked = pooled.rank_pooled(counted(counts[name][engine], rounds), curves)
                 for row in ranked:
                     rejects[n, f, names.index(row["hypothesis"])] += row["p"] < 0.01
                 first[f] += rounds == ROUNDS[-1] and ranked[0]["hypothesis"] == name

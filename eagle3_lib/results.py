@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from .errors import Eagle3Error
 from .paths import short_path
 
-BENCHMARK_SCHEMA, REPLAY_SCHEMA, VERDICT_SCHEMA, REPORT_SCHEMA = 2, 2, 1, 3
+BENCHMARK_SCHEMA, REPLAY_SCHEMA, VERDICT_SCHEMA, REPORT_SCHEMA, CARD_SCHEMA = 2, 2, 1, 3, 1
 SHOWN = 60  # characters of a value that an error shows
 
 Count = Annotated[int, Field(strict=True, ge=0)]
@@ -29,6 +29,10 @@ Counts = list[Count]
 Ids = Annotated[list[Count], Field(min_length=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 RequestId = str | int
+# What tells the rounds of a run, best first: the engine, for each request ("told"); streamed chunks, a round each ("chunks");
+# each request's number of rounds by accepted count, without their order ("histograms"); the engine's counters over all
+# requests together ("counters"). With the last two, ``accepted`` of every request is None.
+Grade = Literal["told", "chunks", "histograms", "counters"]
 
 
 # ------------------------------------------------------------------------------------------------------------- values
@@ -135,7 +139,10 @@ class Counters(TypedDict):
 
 
 class CrossCheck(TypedDict, total=False):
-    """The rounds beside what the engine counted otherwise (:func:`eagle3_lib.stages.benchmark.cross_check`)."""
+    """The rounds beside what the engine counted otherwise (:func:`eagle3_lib.stages.benchmark.cross_check`).
+
+    other_rounds: rounds in the counters that are of other requests, where that is known.
+    """
 
     counters: Counters | None
     histograms: int
@@ -143,6 +150,7 @@ class CrossCheck(TypedDict, total=False):
     totals: int
     totals_equal: int
     contradictions: list[str]
+    other_rounds: int
 
 
 class Quantiles(TypedDict):
@@ -163,8 +171,7 @@ class Speed(TypedDict):
 
 
 class Benchmark(TypedDict):
-    """benchmark.json. positions: K, 0 for plain decoding. evidence: where the rounds come from, told by the engine for each
-    request, or read off streamed chunks."""
+    """benchmark.json. positions: K, 0 for plain decoding. evidence: what tells the rounds, see :data:`Grade`."""
 
     schema: NotRequired[int]
     mode: str
@@ -182,7 +189,7 @@ class Benchmark(TypedDict):
     load_s: NotRequired[float]
     left_out: NotRequired[list[str]]
     clean_room: NotRequired[dict[str, Any]]
-    evidence: NotRequired[Literal["told", "chunks"]]
+    evidence: NotRequired[Grade]
     cross_check: NotRequired[CrossCheck | None]
     timed: NotRequired[list[TimedRequest]]
     timed_differs: NotRequired[int]
@@ -225,7 +232,9 @@ class GreedyChoices(TypedDict, total=False):
 class ReplayedRequest(TypedDict):
     """One answer of replay.json. hypotheses, suspects, since: accepted counts at the engine's rounds under each fault, each
     other config.json, and each fault that begins inside the answers. lossless: tokens that are not the target's first
-    choice, near ties left out."""
+    choice, near ties left out. Where the engine tells no rounds: histogram, its rounds by accepted count, and own_rounds, the
+    accepted counts of the rounds that each hypothesis would have made of the answer; suspects are then counts at the rounds of
+    a correct engine."""
 
     id: RequestId
     prompt_length: NotRequired[int]
@@ -241,6 +250,8 @@ class ReplayedRequest(TypedDict):
     hypotheses: NotRequired[dict[str, list[int]]]
     suspects: NotRequired[dict[str, list[int]]]
     since: NotRequired[dict[str, list[int]]]
+    histogram: NotRequired[list[int] | None]
+    own_rounds: NotRequired[dict[str, list[int]]]
     greedy: NotRequired[GreedyChoices]
     lossless: NotRequired[int]
     started_s: NotRequired[float | None]
@@ -347,7 +358,10 @@ class Score(TypedDict):
 
 
 class Replay(TypedDict):
-    """replay.json. requests are read one by one (:class:`eagle3_lib.verdict.replayed.Requests`)."""
+    """replay.json. requests are read one by one (:class:`eagle3_lib.verdict.replayed.Requests`).
+
+    evidence: a :data:`Grade`. counters, other_rounds: of the run, where they are the evidence.
+    """
 
     schema: NotRequired[int]
     drafter: str
@@ -361,6 +375,8 @@ class Replay(TypedDict):
     prompts_in_chunks: NotRequired[int]
     at_limit: NotRequired[int]
     contradictions: NotRequired[list[str]]
+    counters: NotRequired[Counters | None]
+    other_rounds: NotRequired[int]
     suspects: NotRequired[list[ToldSuspect]]
     since: NotRequired[int]
     requests: Sequence[ReplayedRequest]
@@ -487,6 +503,47 @@ class VerdictFile(TypedDict):
     schema: int
     verdict: StoredVerdict
     cost: Cost | None
+
+
+# ---------------------------------------------------------------------------------------------------------- card.json
+
+
+class Yield(TypedDict):
+    """What speculation yields; over_plain: throughput over plain decoding. None: not measured."""
+
+    acceptance_rate: float | None
+    mean_length: float | None
+    over_plain: float | None
+
+
+class Gate(TypedDict):
+    """A mean acceptance length that a run must reach. found: what it reached; met: None where there was no round."""
+
+    expect_length: float
+    found: Interval
+    met: bool | None
+
+
+class StoredCard(TypedDict):
+    """The decision card of one drafter in one engine (:class:`eagle3_lib.verdict.card.Card`)."""
+
+    schema: NotRequired[int]
+    drafter: str
+    engine: str
+    kind: str
+    headline: str
+    confidence: str
+    cost: str
+    next: str
+    after: str
+    evidence: str
+    exit_code: int
+    grade: str
+    files: list[str]
+    now: Yield | None
+    mended: Yield | None
+    gate: Gate | None
+    warnings: list[str]
 
 
 # -------------------------------------------------------------------------------------------------------- report.json

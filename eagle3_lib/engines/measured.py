@@ -8,18 +8,25 @@ from .. import results
 from ..errors import Eagle3Error
 from ..params import SamplingSettings
 from ..paths import project_path, short_path
-from ..results import Benchmark, MeasuredRequest
+from ..results import Benchmark, Grade, MeasuredRequest
 from . import meaning
 from .options import prefill_chunk
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """A benchmark whose rounds can be replayed. sampling: how its tokens were chosen; told: the settings that it says."""
+    """A benchmark whose rounds can be judged. sampling: how its tokens were chosen; told: the settings that it says; grade: what
+    tells its rounds."""
 
     bench: Benchmark
     sampling: SamplingSettings
     told: tuple[str, ...]
+    grade: Grade = "told"
+
+    @property
+    def without_rounds(self) -> bool:
+        """Whether only counts of the rounds are known, not the rounds themselves."""
+        return self.grade in ("histograms", "counters")
 
 
 def read(folder: str | Path) -> Benchmark:
@@ -36,23 +43,26 @@ def read(folder: str | Path) -> Benchmark:
 
 
 def read_rounds(folder: str | Path) -> Rounds:
-    """A benchmark.json whose rounds can be replayed.
+    """A benchmark.json whose rounds can be judged, by whatever tells them (:data:`eagle3_lib.results.Grade`).
 
-    "sampling" (fields of SamplingSettings), or "temperature" alone, says how the tokens were chosen; a setting that is
+    "evidence" may be left out: it is what the requests have. "sampling" (fields of SamplingSettings), or "temperature" alone, says how the tokens were chosen; a setting that is
     missing is taken as that of greedy decoding.
 
     Raises:
-        Eagle3Error: a field is missing or of a wrong kind, no request has rounds, rounds cannot be those of the answers or
+        Eagle3Error: a field is missing or of a wrong kind, nothing tells rounds, rounds cannot be those of the answers or
             of K, or the engine was set to accept otherwise than by the target.
     """
     bench = read(folder)
     where = short_path(project_path(folder) / "benchmark.json")
     positions, requests = bench["positions"], bench["requests"]
     others = bench["mode"] in ("plain", "ngram")
-    if others or not positions or all(request["accepted"] is None for request in requests):
+    grade = _grade(bench)
+    if others or not positions or grade is None:
         raise Eagle3Error(f"{where}: mode {bench['mode']!r} has no rounds; expected a drafter's run")
     _refuse_twice([request["id"] for request in requests], where)
-    if bench.get("evidence") != "chunks":
+    if grade in ("histograms", "counters"):
+        _refuse_counts(bench, grade, where)
+    elif grade != "chunks":
         for request in requests:
             _refuse_above(request, positions, f"{where}: requests: {request['id']}")
     if "cross_check" not in bench:  # stage 07 holds its rounds against the engine's own counts
@@ -63,7 +73,50 @@ def read_rounds(folder: str | Path) -> Rounds:
     options, arguments = bench.get("speculative_options", {}), bench.get("engine_args", [])
     if options or arguments:
         meaning.refuse(bench.get("engine", "vllm"), options, arguments, {}, sampling.temperature)
-    return Rounds(bench, sampling, tuple(sorted(told)))
+    return Rounds(bench, sampling, tuple(sorted(told)), grade)
+
+
+def _grade(bench: Benchmark) -> Grade | None:
+    """What tells the rounds of a benchmark; None where nothing does."""
+    requests = bench["requests"]
+    if any(request["accepted"] is not None for request in requests):
+        return bench.get("evidence", "told")
+    said = bench.get("evidence")
+    if said in ("histograms", "counters"):
+        return said
+    if said is None and any(request.get("histogram") for request in requests):
+        return "histograms"
+    return "counters" if said is None and (bench.get("cross_check") or {}).get("counters") else None
+
+
+def _refuse_counts(bench: Benchmark, grade: Grade, where: str) -> None:
+    """Refuse a run without rounds that does not have what its grade needs."""
+    positions = bench["positions"]
+    for request in bench["requests"]:
+        at = f"{where}: requests: {request['id']}"
+        if request["accepted"] is not None:
+            raise Eagle3Error(
+                f"{at}: accepted: found rounds, expected null in every request of a run whose evidence is {grade}"
+            )
+        histogram = request.get("histogram") or []
+        if grade == "histograms" and not histogram and len(request["output_ids"]) > 1:
+            raise Eagle3Error(f"{at}: histogram: found none, expected the engine's rounds by accepted count")
+        if len(histogram) > positions + 1:
+            raise Eagle3Error(
+                f"{at}: histogram: found {len(histogram)} entries, expected at most positions + 1 = {positions + 1}"
+            )
+    if grade != "counters":
+        return
+    counters = (bench.get("cross_check") or {}).get("counters")
+    if not counters:
+        raise Eagle3Error(
+            f"{where}: cross_check: counters: found none, expected the engine's counters over all requests"
+        )
+    if len(counters["accepted"]) != positions:
+        raise Eagle3Error(
+            f"{where}: cross_check: counters: accepted: found {len(counters['accepted'])} positions, expected positions = "
+            f"{positions}"
+        )
 
 
 def _refuse_twice(ids: Sequence[str | int], where: str) -> None:

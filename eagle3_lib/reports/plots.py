@@ -491,7 +491,8 @@ def _dot(axes: Axes, index: int | None, place: float, interval: dict, words: str
     color = PAGE_TEXT if index is None else f"C{index}"
     axes.errorbar([interval["value"]], [place], xerr=_errors(interval), color=color, **look)
     if words:
-        text, end = words.format(interval["value"]), (interval["high"], place)
+        right = interval["value"] if interval["high"] is None else interval["high"]
+        text, end = words.format(interval["value"]), (right, place)
         axes.annotate(text, end, (5, 0), textcoords="offset points", va="center", annotation_clip=False)
 
 
@@ -504,9 +505,11 @@ def _name_rows(axes: Axes, names: Iterable[str]) -> None:
 
 
 def span(interval: dict, words: str = "{:.2f}") -> str:
-    """An interval in words, which no line end parts: value (low to high); "–" where there is none."""
+    """An interval in words, which no line end parts: value (low to high); the value alone where nothing else is known, "–" for none."""
     if interval["value"] is None:
         return "–"
+    if interval["low"] is None:
+        return words.format(interval["value"])
     value, low, high = (words.format(interval[key]) for key in ("value", "low", "high"))
     return f"{value} ({low} to {high})".replace(" ", "\u00a0")
 
@@ -523,10 +526,10 @@ def table(rows: list[dict], nothing: str = "nothing to show", **formats: str):
 
 
 def _errors(interval: dict) -> list[list[float]]:
-    """Distances from value to low and high, as matplotlib's error bars want them."""
+    """Distances from value to low and high, as matplotlib's error bars want them; 0 where there is no interval."""
     values, lows, highs = (_list(interval[key]) for key in ("value", "low", "high"))
-    below = [max(0.0, value - low) for value, low in zip(values, lows, strict=True)]
-    above = [max(0.0, high - value) for value, high in zip(values, highs, strict=True)]
+    below = [0.0 if low is None else max(0.0, value - low) for value, low in zip(values, lows, strict=True)]
+    above = [0.0 if high is None else max(0.0, high - value) for value, high in zip(values, highs, strict=True)]
     return [below, above]
 
 

@@ -231,6 +231,7 @@ def _copy_data(source: Path, folder: Path) -> None:
         *source.glob("benchmark/*/*/benchmark.json"),
         *source.glob("replay/*/*/replay.json"),
         *source.glob("replay/*/*/verdict.json"),
+        *source.glob("replay/*/*/card.json"),
         *source.glob("params/*.yaml"),
         source / "train" / "log.jsonl",
     ]:

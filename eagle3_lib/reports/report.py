@@ -55,9 +55,13 @@ def curve_rows(replays: Mapping[str, Any]) -> list[dict[str, Any]]:
     for name, replay in replays.items():
         for who in ("engine", "replay") if replay["engine_acceptance"]["rounds"] else ():
             result = replay[f"{who}_acceptance"]
-            given = conditional_curve([r[f"{who}_rounds"] for r in replay["requests"]], replay["positions"])
+            rounds = [_rounds(request, who) for request in replay["requests"]]
+            alone = [None] * replay["positions"]  # counters of all requests together give no interval
+            given = {"value": result["conditional"], "low": alone, "high": alone}
+            if any(len(some) for some in rounds):
+                given = conditional_curve(rounds, replay["positions"])
             for index in range(replay["positions"]):
-                rates = {key: result["curve"][key][index] for key in ("value", "low", "high")}
+                rates = {key: (result["curve"][key] or alone)[index] for key in ("value", "low", "high")}
                 rows.append(
                     {
                         "drafter": name,
@@ -74,6 +78,15 @@ def curve_rows(replays: Mapping[str, Any]) -> list[dict[str, Any]]:
                     }
                 )
     return rows
+
+
+def _rounds(request: Mapping[str, Any], who: str) -> list[int]:
+    """Accepted counts of an answer's rounds; of an engine that tells only their histogram, in no order."""
+    histogram = request.get("histogram") if who == "engine" and not request["engine_rounds"] else None
+    if histogram:
+        return [count for count, times in enumerate(histogram) for _ in range(times)]
+    rounds: list[int] = request[f"{who}_rounds"]
+    return rounds
 
 
 def conditional_curve(requests: list[list[int]], positions: int) -> dict[str, list[float | None]]:

@@ -212,7 +212,8 @@ def _break_even(
 def _length_gain(runs: dict[str, Benchmark], replays: dict[str, Replay], drafters: list[str]) -> Gain | None:
     """Mean acceptance length of the last drafter over the first, where both accepted something in the engine."""
     drafted = [name for name, replay in replays.items() if replay["engine_acceptance"]["rounds"] and name in runs]
-    if len(drafters) < 2 or drafted != drafters:
+    told = all(any(request["accepted"] for request in runs[name]["requests"]) for name in drafted)
+    if len(drafters) < 2 or drafted != drafters or not told:
         return None
     first, last = (
         [request["accepted"] or [] for request in runs[name]["requests"]] for name in (drafters[0], drafters[-1])

@@ -1,5 +1,6 @@
 """Stage 08: replay one drafter on the tokens that an engine emitted, and judge the engine's rounds."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -16,16 +17,22 @@ from ..params import ReplayParams, SamplingSettings
 from ..paths import project_path, short_path
 from ..results import Benchmark, Cost, PlainTokens, Replay, VerdictFile
 from ..targets import targets
-from ..verdict import begun, changes, diagnose, emitted, hypotheses, lossless, replayed, suspects
+from ..verdict import begun, changes, diagnose, emitted, hypotheses, lossless, pooled, replayed, suspects
+from ..verdict.card import Asked, Card
 from ..verdict.emitted import Told
 from ..verdict.rounds import at_context_limit
 
 
-def run(params: ReplayParams) -> Replay:
+def run(params: ReplayParams, expect_length: float | None = None) -> Replay:
     """Replay one drafter on the tokens that the engine emitted, lay its rounds beside the engine's, and judge them.
 
-    Writes replay.json (:class:`eagle3_lib.results.Replay`) and verdict.json (:class:`eagle3_lib.results.VerdictFile`).
+    Where the engine tells no rounds, each hypothesis makes its own of the same tokens, and what the engine counted is judged.
 
+    Writes replay.json (:class:`eagle3_lib.results.Replay`), verdict.json (:class:`eagle3_lib.results.VerdictFile`) and card.json
+    (:class:`eagle3_lib.results.StoredCard`).
+
+    Args:
+        expect_length: the mean acceptance length that the card must hold the run against; None: no gate.
     Raises:
         Eagle3Error: the benchmark is missing, was of plain or n-gram decoding, or of another target; its rounds cannot be
             those of its K; its token ids are not the target's; or its engine was set to accept otherwise than by the target.
@@ -53,9 +60,10 @@ def run(params: ReplayParams) -> Replay:
         }
         path = project_path(params.out) / "replay.json"
         tally, emissions = replayed.Tally(bench["positions"]), []
-        setups = {name: suspect.setup for name, suspect in tried.items() if suspect.fault is None}
+        own = rounds.without_rounds
+        setups = {name: suspect.setup for name, suspect in tried.items() if own or suspect.fault is None}
         examined = hypotheses.examining(
-            target, drafter, bench["requests"], bench["positions"], None, told, ranks, setups
+            target, drafter, bench["requests"], bench["positions"], None, told, ranks, setups, own
         )
         with replayed.Writer(path, header) as writer:
             for request, emission in tqdm(examined, total=len(bench["requests"]), desc="replay", mininterval=2):
@@ -68,6 +76,8 @@ def run(params: ReplayParams) -> Replay:
                 sampled = lossless.judge(lossless.Emission.join(emissions), told.sampling.temperature)
             plain = _plain(params, bench, target, drafter, told)
             summary = {**tally.summary(), "sampled": sampled, "plain": plain}
+            if own:
+                summary["engine_acceptance"] = pooled.engine_acceptance(bench, rounds.grade)
             writer.finish(summary)
         found = begun.find(replayed.read(path), target, drafter, bench["requests"], ranks)
         if found:
@@ -78,6 +88,8 @@ def run(params: ReplayParams) -> Replay:
         result = replayed.read(path)
         judged = judge(params, bench, result)
         write_json(project_path(params.out) / "verdict.json", judged)
+        shown = _card(params, bench, result, judged, expect_length)
+        write_json(project_path(params.out) / "card.json", {"schema": results.CARD_SCHEMA, **shown.as_dict()})
         notes |= tally.agreement | {"verdict": judged["verdict"]["kind"]}
     return result
 
@@ -85,6 +97,7 @@ def run(params: ReplayParams) -> Replay:
 def _header(params: ReplayParams, rounds: measured.Rounds, told: Told) -> dict[str, Any]:
     """What replay.json says before its requests."""
     bench = rounds.bench
+    check = bench.get("cross_check") or {}
     return {
         "drafter": params.name,
         "engine": params.engine,
@@ -92,18 +105,34 @@ def _header(params: ReplayParams, rounds: measured.Rounds, told: Told) -> dict[s
         "positions": bench["positions"],
         "dtype": told.dtype,
         "sampling": told.sampling.model_dump(),
-        "evidence": bench.get("evidence", "told"),
+        "evidence": rounds.grade,
         "prompts_in_chunks": measured.prompts_in_chunks(bench),
         "at_limit": sum(at_context_limit(request, bench) for request in bench["requests"]),
-        "contradictions": (bench.get("cross_check") or {}).get("contradictions", []),
+        "contradictions": check.get("contradictions", []),
+        "counters": check.get("counters") if rounds.grade == pooled.COUNTERS else None,
+        "other_rounds": check.get("other_rounds", 0),
     }
 
 
 def judge(params: ReplayParams, bench: Benchmark, replay: Replay) -> VerdictFile:
     """The verdict on a replay; weakness is judged where the engine's plain decoding was timed beside it."""
     cost = _cost(params, bench, replay)
-    verdict = diagnose.judge(replay, cost["break_even_length"] if cost else None)
+    break_even = cost["break_even_length"] if cost else None
+    of_counts = replay.get("evidence") in pooled.GRADES
+    verdict = pooled.judge(replay, break_even) if of_counts else diagnose.judge(replay, break_even)
     return {"schema": results.VERDICT_SCHEMA, "verdict": verdict.as_dict(), "cost": cost}
+
+
+def _card(
+    params: ReplayParams, bench: Benchmark, replay: Replay, judged: VerdictFile, expect_length: float | None
+) -> Card:
+    name = bench.get("engine", params.engine)
+    folder, measured_in = (short_path(project_path(place)) for place in (params.out, params.benchmark))
+    asked = Asked(name, params.drafter, params.target, measured_in, bench["positions"], params.run)
+    files = [f"{measured_in}/benchmark.json", f"{folder}/replay.json", f"{folder}/verdict.json"]
+    grade = replay.get("evidence", "told")
+    found = Card.of(judged["verdict"], judged["cost"], grade, asked, files, expect_length)
+    return dataclasses.replace(found, engine=params.engine)
 
 
 def _cost(params: ReplayParams, bench: Benchmark, replay: Replay) -> Cost | None:

@@ -12,7 +12,7 @@ The rules and the source of each threshold are in docs/faults.md.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,6 @@ from ..results import (
     Where,
 )
 from . import slices, suspects
-from .acceptance import curve, request_counts, summary
 from .changes import HEALTHY as CORRECT
 from .evidence import FALSE_ALARM, LEAST_DEPARTING, NOISE, Evidence, Table, agreement, surely_more
 from .faults import FAULTS
@@ -51,6 +50,7 @@ FAULT = "engine fault"
 UNKNOWN = "unknown engine fault"
 NOT_ENOUGH = "not enough data"
 CANNOT_TELL = "cannot tell"
+ALARM, NO_ALARM = "alarm", "no alarm"  # of counters over other texts (eagle3_lib.verdict.pooled.judge_pooled)
 OF_ENGINE = (FAULT, UNKNOWN)  # verdicts that put the engine at fault
 NO_VERDICT = (CANNOT_TELL, NOT_ENOUGH, NOTHING, TARGET)
 
@@ -127,7 +127,7 @@ def judge(replay: Replay, break_even: float | None = None) -> Verdict:
     found = Evidence.of(replay)
     case = _Case(replay["drafter"], found, found.as_dict(), replay.get("dtype", "bfloat16"), break_even)
     verdict = _judge_tokens(case) or _judge_comparable(case) or _judge_rounds(case)
-    verdict.warnings = _warnings(found)
+    verdict.warnings = warnings(found)
     return verdict
 
 
@@ -269,7 +269,7 @@ def _untold(found: Evidence) -> str | None:
     return None
 
 
-def _warnings(found: Evidence) -> list[str]:
+def warnings(found: Evidence) -> list[str]:
     """What does not decide the verdict and should be looked at."""
     if found.replay.get("sampled") or not surely_more(found.not_greedy, found.tokens, WRONG_TOKENS):
         return []
@@ -317,7 +317,7 @@ def _claim(found: Evidence, noise: float) -> str | None:
     )
 
 
-def _habit(replay: Replay, agreeing: float | None) -> str | None:
+def habit(replay: Replay, agreeing: float | None) -> str | None:
     """What healthy engines do otherwise than a correct one in a run like this, and how to ask without it; or None.
 
     Both were found by replaying the real vLLM 0.32.0 (benchmarks/healthy_zoo.py) and then read in its source: see
@@ -418,7 +418,7 @@ def _judge_rounds(case: _Case) -> Verdict:
     evidence["config"] = scores
     departs = surely_more(evidence["departing"], evidence["can_tell"], case.noise)
     named = _named(table, table.counts, everywhere, case.dtype) if departs else None
-    if named and _severity(named[0].name) == "precision":
+    if named and severity(named[0].name) == "precision":
         departs, named = False, None
     suspect = suspects.clearly_better(scores)
     if suspect and (not departs or (named and suspect.get("fault") == named[0].name)):
@@ -427,13 +427,13 @@ def _judge_rounds(case: _Case) -> Verdict:
         return _as_correct(case)
     if named:
         return _fault(case, *named)
-    if reason := _habit(case.found.replay, evidence["agreement"]["value"]):
-        compared = f"a correct engine reproduces {_share(evidence['agreement']['value'])} of {len(table)} rounds"
+    if reason := habit(case.found.replay, evidence["agreement"]["value"]):
+        compared = f"a correct engine reproduces {percent(evidence['agreement']['value'])} of {len(table)} rounds"
         return case.cannot_tell(f"{reason}; {compared}")
     return _partial(case) or _outside(case, everywhere)
 
 
-def _severity(name: str) -> str:
+def severity(name: str) -> str:
     return FAULTS[name].severity if name in FAULTS else "fault"
 
 
@@ -487,15 +487,15 @@ def _as_correct(case: _Case) -> Verdict:
     left = _not_excluded(case)
     if len(table) >= LEAST_ROUNDS and max(table.engine.mean(), table.correct.mean()) < HARDLY_ANY:
         return _nothing(case, left)
-    needed = _rounds_needed(evidence["departing"], evidence["can_tell"], len(table), case.noise)
+    needed = rounds_needed(evidence["departing"], evidence["can_tell"], len(table), case.noise)
     if needed:
         evidence["rounds_needed"] = needed
-        return case.verdict(NOT_ENOUGH, f"{_so_far(case)} {_would_decide(needed, len(table))}", not_excluded=left)
+        return case.verdict(NOT_ENOUGH, f"{_so_far(case)} {would_decide(needed, len(table))}", not_excluded=left)
     kind, sentence = _strength(case)
-    return case.verdict(kind, f"{sentence}{_open(left)}", not_excluded=left)
+    return case.verdict(kind, f"{sentence}{said_open(left)}", not_excluded=left)
 
 
-def _rounds_needed(departing: int, can_tell: int, compared: int, noise: float) -> int | None:
+def rounds_needed(departing: int, can_tell: int, compared: int, noise: float) -> int | None:
     """Rounds like these from which a deviation of DETECTABLE would be seen; None where there are enough.
 
     That many rounds decide: a larger share of departing rounds surely passes the noise by then.
@@ -514,7 +514,7 @@ def _rounds_needed(departing: int, can_tell: int, compared: int, noise: float) -
     return int(np.ceil(needed * compared / can_tell)) if can_tell else max(needed, compared + 1)
 
 
-def _would_decide(needed: int, compared: int) -> str:
+def would_decide(needed: int, compared: int) -> str:
     if needed > MOST_NEEDED * max(compared, LEAST_ROUNDS):
         return (
             "So few drafts are accepted that texts on which the drafter accepts more would decide, not more of these."
@@ -530,10 +530,10 @@ def _so_far(case: _Case) -> str:
 
 def _rates(case: _Case) -> str:
     did, should = (case.evidence[who]["acceptance_rate"]["value"] for who in ("engine", "replay"))
-    return f"the engine accepted {_share(did)} of the drafts, a correct engine would have accepted {_share(should)}"
+    return f"the engine accepted {percent(did)} of the drafts, a correct engine would have accepted {percent(should)}"
 
 
-def _share(value: float | None) -> str:
+def percent(value: float | None) -> str:
     return "none" if value is None else f"{value:.1%}"
 
 
@@ -544,7 +544,7 @@ def _strength(case: _Case) -> tuple[str, str]:
     length = 1 + float(table.correct.mean())
     same = f"{len(table) - case.evidence['departing']} of {len(table)} rounds are a correct engine's"
     ceiling = case.evidence["losses"].get("vocabulary_ceiling")
-    limit = f" (the draft vocabulary allows {_share(ceiling)})" if ceiling is not None and ceiling < 0.995 else ""
+    limit = f" (the draft vocabulary allows {percent(ceiling)})" if ceiling is not None and ceiling < 0.995 else ""
     reach = f"a correct engine makes {length:.2f} tokens a round and accepts {first:.1%} of the first drafts{limit}"
     case.evidence["first_drafts"], case.evidence["break_even_length"] = first, case.break_even
     if case.break_even is None:
@@ -562,7 +562,7 @@ def _not_excluded(case: _Case) -> list[NotExcluded]:
     table, everywhere = case.table, np.ones(len(case.table), bool)
     left: list[NotExcluded] = []
     for fit in _fits(table, table.counts, everywhere):
-        if fit.excluded(case.noise) or _severity(fit.name) == "precision":
+        if fit.excluded(case.noise) or severity(fit.name) == "precision":
             continue
         differ = int((table.counts[fit.name] != table.correct).sum())
         experiment = FAULTS[fit.name].experiment if fit.name in FAULTS else ""
@@ -570,7 +570,7 @@ def _not_excluded(case: _Case) -> list[NotExcluded]:
     return sorted(left, key=lambda row: row["rounds_that_differ"])
 
 
-def _open(left: Sequence[NotExcluded]) -> str:
+def said_open(left: Sequence[NotExcluded]) -> str:
     """What a verdict without a fault leaves open, as a sentence."""
     if not left:
         return ""
@@ -640,7 +640,7 @@ def _partial(case: _Case) -> Verdict | None:
     if where is not None:
         begins = where.by == slices.PLACE and where.since is not None
         named = _named(table, table.counts | table.since if begins else table.counts, where.inside, case.dtype)
-        if named and _severity(named[0].name) != "precision":
+        if named and severity(named[0].name) != "precision":
             return _fault(case, *named, where)
     by_request = _in_requests(case)
     if by_request is not None:
@@ -655,7 +655,7 @@ def _in_requests(case: _Case) -> Verdict | None:
     if where is None:
         return None
     named = _named(table, table.counts, where.inside, case.dtype)
-    if named is None or _severity(named[0].name) == "precision":
+    if named is None or severity(named[0].name) == "precision":
         return None
     elsewhere = Fit.of(table, named[0].name, table.counts[named[0].name], ~where.inside)
     if not elsewhere.excluded(case.noise):
@@ -667,7 +667,7 @@ def _outside(case: _Case, inside: NDArray[Any], where: slices.Slice | None = Non
     """Rounds depart and no hypothesis of the catalogue explains them: a small deviation, or an unknown fault."""
     table = case.table
     counts = table.counts | (table.since if where is not None else {})
-    fits = [fit for fit in _fits(table, counts, inside) if _severity(fit.name) != "precision"]
+    fits = [fit for fit in _fits(table, counts, inside) if severity(fit.name) != "precision"]
     like = max(fits, key=lambda fit: fit.explained - fit.spoiled, default=None)
     departing, compared = int((table.departing & inside).sum()), int(inside.sum())
     lost = float((table.correct - table.engine)[inside].sum())
@@ -693,119 +693,6 @@ def _outside(case: _Case, inside: NDArray[Any], where: slices.Slice | None = Non
         way = "and too few rounds depart to name the fault"
     told = f"{_rates(case)}. The engine is at fault, {way}: {size}.{place}{most_like}"
     return case.verdict(UNKNOWN, told, where=where_of)
-
-
-# ----------------------------------------------------------------------------------------------------------- histograms
-
-
-class HistogramRequest(TypedDict):
-    """One answer of an engine that tells no rounds. own_rounds: {hypothesis: the rounds that it would have made}."""
-
-    histogram: list[int]
-    own_rounds: dict[str, list[int]]
-
-
-def judge_histograms(
-    drafter: str, positions: int, requests: Sequence[HistogramRequest], dtype: str = "bfloat16"
-) -> Verdict:
-    """The verdict where the engine gives a histogram for each request instead of rounds (SGLang).
-
-    A histogram is unlike a hypothesis's by the rounds that the two do not share. One such round in a request is allowed:
-    the engine counts the drafts that its last round accepted past the answer's end, and the replay does not see them.
-
-    Args:
-        requests: [{"histogram": rounds by accepted count, at most K + 1; "own_rounds": {hypothesis: the rounds that it
-            would have made on these tokens}}]; hypotheses include the correct engine.
-    """
-    histograms = [_padded(request["histogram"], positions) for request in requests]
-    rounds = [np.repeat(np.arange(positions + 1), histogram).tolist() for histogram in histograms]
-    correct = [request["own_rounds"][CORRECT] for request in requests]
-    evidence: VerdictEvidence = {"engine": summary(rounds, positions), "replay": summary(correct, positions)}
-    unlike, telling = {}, {}
-    for name in requests[0]["own_rounds"]:
-        own = [np.bincount(request["own_rounds"][name], minlength=positions + 1) for request in requests]
-        pairs = list(zip(histograms, own, strict=True))
-        unlike[name] = sum(max(int(max(e.sum(), o.sum()) - np.minimum(e, o).sum()) - 1, 0) for e, o in pairs)
-        telling[name] = sum(int(np.maximum(e, o)[1:].sum()) for e, o in pairs)
-    noise = NOISE[dtype]
-    left = [name for name in unlike if not surely_more(unlike[name], telling[name], noise)]
-    left.sort(key=lambda name: (unlike[name], name != CORRECT))
-    ranked = sorted(unlike, key=lambda name: (unlike[name], name != CORRECT))
-    evidence["ranking"] = [{"hypothesis": name, "unlike": unlike[name], "rounds": telling[name]} for name in ranked]
-    told = f"{drafter}: histograms of {len(requests)} requests, {telling[CORRECT]} rounds that can tell: "
-    others = [name for name in left if name != CORRECT and _severity(name) != "precision"]
-    if telling[CORRECT] < LEAST_ROUNDS:
-        return Verdict(drafter, NOT_ENOUGH, f"{told}{LEAST_ROUNDS} at least would decide.", evidence)
-    if CORRECT in left:
-        open_ = f" They cannot exclude {', '.join(others)}." if others else ""
-        return Verdict(drafter, HEALTHY, f"{told}{unlike[CORRECT]} unlike a correct engine's.{open_}", evidence)
-    if not others:
-        most_like = f"{ranked[0]} comes nearest, with {unlike[ranked[0]]} unlike"
-        return Verdict(drafter, UNKNOWN, f"{told}{unlike[CORRECT]} unlike a correct engine's; {most_like}.", evidence)
-    also = f" (or {', '.join(others[1:])})" if others[1:] else ""
-    sentence = f"{told}{unlike[CORRECT]} unlike a correct engine's, {unlike[others[0]]} unlike {others[0]}{also}."
-    return Verdict(drafter, FAULT, sentence, evidence, others[0], others[1:])
-
-
-def _padded(histogram: list[int], positions: int) -> NDArray[Any]:
-    if len(histogram) > positions + 1:
-        raise Eagle3Error(
-            f"histogram: found {len(histogram)} entries, expected at most positions + 1 = {positions + 1}"
-        )
-    return np.pad(np.asarray(histogram, int), (0, positions + 1 - len(histogram)))
-
-
-# ------------------------------------------------------------------------------------------------------ pooled counters
-
-
-class PooledCurve(NamedTuple):
-    """Rounds, rate at each position [K], and the covariance of the rates [K, K]."""
-
-    rounds: float
-    rates: NDArray[Any]
-    covariance: NDArray[Any]
-
-
-class PooledFit(TypedDict):
-    """One hypothesis against pooled counters; p small: the counters are not that hypothesis's."""
-
-    hypothesis: str
-    chi2: float
-    p: float
-
-
-def pooled_curves(own_rounds: dict[str, list[list[int]]], positions: int) -> dict[str, PooledCurve]:
-    """For each hypothesis, from its rounds by request: number of rounds, curve [K], and the curve's covariance [K, K]."""
-    table: dict[str, PooledCurve] = {}
-    for name, rounds in own_rounds.items():
-        counts = request_counts(rounds, positions)
-        draws = np.random.default_rng(0).integers(0, len(counts), (2000, len(counts)))
-        covariance = np.atleast_2d(np.cov(curve(counts[draws]).T))
-        table[name] = PooledCurve(float(counts[:, 0].sum()), curve(counts), covariance)
-    return table
-
-
-def rank_pooled(engine: NDArray[Any], curves: dict[str, PooledCurve]) -> list[PooledFit]:
-    """Hypotheses against pooled counters alone (Prometheus), as of other tokens than the replayed ones.
-
-    The curves differ by the chance of both samples: the covariance of a hypothesis's curve comes from resampling its
-    requests, and is scaled to the engine's number of rounds.
-
-    Args:
-        engine: [1 + K] rounds, then accepted counts of each position.
-        curves: :func:`pooled_curves` of every hypothesis.
-    Returns:
-        [{"hypothesis", "chi2", "p"}], best first; p small: the counters are not that hypothesis's.
-    """
-    engine = np.asarray(engine, float)
-    found = engine[1:] / engine[0]
-    table: list[PooledFit] = []
-    floor = np.eye(len(found)) / engine[0] ** 2  # one round: a position that is never accepted still has some width
-    for name, (rounds, expected, covariance) in curves.items():
-        difference = found - expected
-        chi2 = float(difference @ np.linalg.solve(covariance * (1 + rounds / engine[0]) + floor, difference))
-        table.append({"hypothesis": name, "chi2": chi2, "p": float(stats.chi2.sf(chi2, len(found)))})
-    return sorted(table, key=lambda row: row["chi2"])
 
 
 # ---------------------------------------------------------------------------------------------------- several drafters

@@ -110,16 +110,24 @@ def examining(
     told: Told,
     ranks: int = 1,
     suspects: dict[str, Setup] | None = None,
+    own: bool = False,
 ) -> Iterator[tuple[ReplayedRequest, Emission | None]]:
     """The requests of :func:`examine`, one after the other, a few texts at a time in memory.
 
     Beside each what its sampled tokens must have been drawn from; None where they were greedy.
+
+    Args:
+        own: the engine tells no rounds of any request: each hypothesis makes its own ("own_rounds"), and the suspects are
+            counted at the rounds of a correct engine.
     """
     setups = hypotheses(drafter, TargetParts.of(target, ranks), names)
     laid = lay_all(requests, steps)
     for group in _groups(requests):
         some, their_laid = [requests[i] for i in group], [laid[i] for i in group]
-        yield from _examine(target, setups, suspects or {}, some, their_laid, steps, told)
+        if own:
+            yield from _examine_own(target, setups, suspects or {}, some, their_laid, steps, told)
+        else:
+            yield from _examine(target, setups, suspects or {}, some, their_laid, steps, told)
 
 
 def counts_from(
@@ -218,6 +226,33 @@ def _examine(
             examined["suspects"] = {name: capped(of[index], drafted) for name, of in of_suspects.items()}
         known = placed[index] if isinstance(laid[index], Laid) else None
         tokens = compare_tokens(target, setups[HEALTHY].drafter, request, features[index], known, steps, told)
+        if tokens.greedy is not None:
+            examined["greedy"], examined["lossless"] = tokens.greedy, wrong(tokens.greedy)
+        yield examined, tokens.emission
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _examine_own(
+    target: Any,
+    setups: dict[str, Setup],
+    suspects: dict[str, Setup],
+    requests: Sequence[MeasuredRequest],
+    laid: list[Laid | str],
+    steps: int,
+    told: Told,
+) -> Iterator[tuple[ReplayedRequest, Emission | None]]:
+    features, texts = forward(target, {**suspects, **setups}, requests)
+    everywhere = counts_at(setups[HEALTHY], texts, all_slots(texts), steps)
+    own = replay_all(setups, texts, None, steps)
+    slots = [round_slots(some, length) for some, length in zip(own[HEALTHY], texts.prompt_lengths, strict=True)]
+    of_suspects = {name: counts_at(setup, texts, slots, steps) for name, setup in suspects.items()}
+    vocabulary = frozenset(setups[HEALTHY].drafter.target_ids.tolist())
+    for index, request in enumerate(requests):
+        examined = tell(request, laid[index], everywhere[index], {}, steps, vocabulary)
+        examined["histogram"] = request.get("histogram")
+        examined["own_rounds"] = {name: rounds[index] for name, rounds in own.items()}
+        examined["suspects"] = {name: counts[index] for name, counts in of_suspects.items()}
+        tokens = compare_tokens(target, setups[HEALTHY].drafter, request, features[index], None, steps, told)
         if tokens.greedy is not None:
             examined["greedy"], examined["lossless"] = tokens.greedy, wrong(tokens.greedy)
         yield examined, tokens.emission

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.verdict import acceptance, break_even, diagnose, evidence, hypotheses, slices
+from eagle3_lib.verdict import acceptance, break_even, diagnose, evidence, hypotheses, pooled, slices
 from eagle3_lib.verdict import rounds as rounds_module
 from eagle3_lib.verdict.diagnose import CORRECT
 from eagle3_lib.verdict.evidence import NOISE, Table
@@ -167,7 +167,7 @@ def test_pooled_counters_tell_a_fault_from_the_truth():
     random = np.random.default_rng(8)
     own = {CORRECT: rounds_of(random, 60, 0.5), "fault": rounds_of(random, 60, 0.3)}
     counters = acceptance.request_counts(rounds_of(random, 40, 0.3), POSITIONS).sum(0)
-    ranked = diagnose.rank_pooled(counters, diagnose.pooled_curves(own, POSITIONS))
+    ranked = pooled.rank_pooled(counters, pooled.pooled_curves(own, POSITIONS))
     assert [row["hypothesis"] for row in ranked] == ["fault", CORRECT]
     assert ranked[0]["p"] > 0.01 > ranked[1]["p"]
 
@@ -358,12 +358,12 @@ def test_a_habit_of_healthy_engines_excuses_no_fault_that_is_found():
 @pytest.mark.slow
 def test_more_rounds_are_asked_for_only_where_they_would_decide():
     """Once 5,854,545 was printed, for a share that lay near a threshold."""
-    assert diagnose._rounds_needed(0, 10, 10, 0.001) in range(43, 60)
-    assert diagnose._rounds_needed(0, 10, 100, 0.001) in range(430, 600)  # one round of ten can tell
+    assert diagnose.rounds_needed(0, 10, 10, 0.001) in range(43, 60)
+    assert diagnose.rounds_needed(0, 10, 100, 0.001) in range(430, 600)  # one round of ten can tell
     for departing in range(0, 60):  # any share: enough rounds decide, and not many
-        needed = diagnose._rounds_needed(departing, 60, 60, 0.03)
+        needed = diagnose.rounds_needed(departing, 60, 60, 0.03)
         assert needed is None or needed < 1000, departing
-    assert "texts on which the drafter accepts more" in diagnose._would_decide(5000, 100)
+    assert "texts on which the drafter accepts more" in diagnose.would_decide(5000, 100)
 
 
 def test_departing_rounds_beside_the_end_of_the_context_are_no_fault():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eagle3_lib.targets import capture
-from eagle3_lib.verdict import changes, diagnose, faults, hypotheses, replay, rounds
+from eagle3_lib.verdict import changes, diagnose, faults, hypotheses, pooled, replay, rounds
 
 
 def test_entries_are_whole():
@@ -120,7 +120,7 @@ def test_histograms_are_enough(recorded):
         }
         for index in range(len(texts.texts))
     ]
-    verdict = diagnose.judge_histograms("base", steps, requests)
+    verdict = pooled.judge_histograms("base", steps, requests)
     assert (verdict.kind, verdict.fault) == (diagnose.FAULT, "boundaries +1")
 
 
