@@ -45,8 +45,8 @@ HISTOGRAMS, COUNTERS = "histograms", "counters"
 GRADES = (HISTOGRAMS, COUNTERS)  # of evidence that this module judges
 # A round that departs moves the start of the next ones, so that more than one round comes out otherwise before engine and replay begin one
 # at the same slot again; and departing rounds can balance in a count. Unlike rounds in the histograms for each departing round, over the
-# recordings of benchmarks/grades.py with a deviation: 1.3 in the median, 2.0 in nine of ten, 2.5 at most.
-WALK, MOST_WALK = 2, 2.5
+# recordings of benchmarks/grades.py with a deviation: 1.3 in the median, 2.0 in nine of ten, 2.5 at most. So many count as one that departs.
+WALK = 2.5
 ALARM, NO_ALARM = diagnose.ALARM, diagnose.NO_ALARM
 CLIFF = 0.02  # conditional rate below which a position accepts practically nothing
 BEFORE_CLIFF = 0.2  # conditional rate that the position before it has at least
@@ -126,11 +126,11 @@ class Count:
 
     def excluded(self, noise: float) -> bool:
         """Whether rounding leaves an engine with this hypothesis surely fewer unlike rounds."""
-        return surely_more(self.unlike // WALK, self.rounds, noise)
+        return surely_more(int(self.unlike / WALK), self.rounds, noise)
 
     def beats(self, correct: "Count", false_alarm: float) -> bool:
         """A sign test over the rounds that only one of the two explains, as many as depart."""
-        won, lost = max(correct.unlike - self.unlike, 0) // WALK, self.unlike // WALK
+        won, lost = int(max(correct.unlike - self.unlike, 0) / WALK), int(self.unlike / WALK)
         return bool(stats.binomtest(won, max(won + lost, 1), alternative="greater").pvalue <= false_alarm)
 
 
@@ -518,7 +518,7 @@ def _judge(case: _Case) -> Verdict:
         return _as_correct(case, correct, faulty)
     if case.why_not:
         return case.cannot_tell(f"{case.why_not}; {_unlike(correct)}")
-    if case.grade == COUNTERS and not surely_more(correct.lacking // WALK, correct.rounds, case.noise):
+    if case.grade == COUNTERS and not surely_more(int(correct.lacking / WALK), correct.rounds, case.noise):
         return case.cannot_tell(
             f"the counters hold all rounds that a correct engine makes of these answers, and "
             f"{correct.unlike - correct.lacking} or more besides: of other requests"
@@ -557,7 +557,7 @@ def _as_correct(case: _Case, correct: Count, faulty: Sequence[Count]) -> Verdict
             not_excluded=left,
         )
     needed = diagnose.rounds_needed(
-        correct.unlike // WALK, correct.rounds, case.evidence["rounds_compared"], case.noise
+        int(correct.unlike / WALK), correct.rounds, case.evidence["rounds_compared"], case.noise
     )
     if needed:
         case.evidence["rounds_needed"] = needed
@@ -602,7 +602,7 @@ def _departs(case: _Case, correct: Count, faulty: Sequence[Count], hypotheses: i
     said = f"{_rates(case)}. {_sentence(case.source)}: {_unlike(correct)}."
     like = faulty[0] if faulty else None
     case.evidence["most_like"] = _fitted(like, correct) if like else None
-    few = correct.unlike <= MOST_WALK * diagnose.SMALL_SHARE * case.evidence["rounds_compared"]
+    few = correct.unlike <= WALK * diagnose.SMALL_SHARE * case.evidence["rounds_compared"]
     if few and abs(lost) <= diagnose.SMALL_COST:
         change = "costs" if lost >= 0 else "brings"
         return case.cannot_tell(
