@@ -80,7 +80,9 @@ def stripped(record: dict, kept: dict[str, dict], grade: str) -> dict[str, Any]:
     positions, requests = record["num_speculative_tokens"], []
     for request in record["requests"]:
         histogram = [request["per_step_accepted"].count(count) for count in range(positions + 1)]
-        known = {"id": request["id"], "histogram": histogram if grade == "histograms" else None}
+        accepted = request["per_step_accepted"]
+        totals = {"rounds": len(accepted), "accepted": sum(accepted), "drafted": positions * len(accepted)}
+        known = {"id": request["id"], "histogram": histogram if grade == "histograms" else None, "totals": totals}
         requests.append(kept[key(request)] | known)
     rounds = [request["per_step_accepted"] for request in record["requests"]]
     counted = acceptance.request_counts(rounds, positions).sum(0).astype(int).tolist()

@@ -232,7 +232,7 @@ class GreedyChoices(TypedDict, total=False):
 class ReplayedRequest(TypedDict):
     """One answer of replay.json. hypotheses, suspects, since: accepted counts at the engine's rounds under each fault, each
     other config.json, and each fault that begins inside the answers. lossless: tokens that are not the target's first
-    choice, near ties left out. Where the engine tells no rounds: histogram, its rounds by accepted count, and own_rounds, the
+    choice, near ties left out. Where the engine tells no rounds: histogram, its rounds by accepted count, totals, and own_rounds, the
     accepted counts of the rounds that each hypothesis would have made of the answer; suspects are then counts at the rounds of
     a correct engine."""
 
@@ -251,6 +251,7 @@ class ReplayedRequest(TypedDict):
     suspects: NotRequired[dict[str, list[int]]]
     since: NotRequired[dict[str, list[int]]]
     histogram: NotRequired[list[int] | None]
+    totals: NotRequired[Totals | None]
     own_rounds: NotRequired[dict[str, list[int]]]
     greedy: NotRequired[GreedyChoices]
     lossless: NotRequired[int]
@@ -360,7 +361,8 @@ class Score(TypedDict):
 class Replay(TypedDict):
     """replay.json. requests are read one by one (:class:`eagle3_lib.verdict.replayed.Requests`).
 
-    evidence: a :data:`Grade`. counters, other_rounds: of the run, where they are the evidence.
+    evidence: a :data:`Grade`. counters, other_rounds: of the run, where they are the evidence. drafts_vary: the engine was set to
+    draft fewer than K at times.
     """
 
     schema: NotRequired[int]
@@ -377,6 +379,7 @@ class Replay(TypedDict):
     contradictions: NotRequired[list[str]]
     counters: NotRequired[Counters | None]
     other_rounds: NotRequired[int]
+    drafts_vary: NotRequired[bool]
     suspects: NotRequired[list[ToldSuspect]]
     since: NotRequired[int]
     requests: Sequence[ReplayedRequest]

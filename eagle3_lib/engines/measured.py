@@ -198,6 +198,15 @@ def prompts_in_chunks(bench: Benchmark) -> int:
     return sum(length > budget for length in lengths)
 
 
+VARYING = ("num_speculative_tokens_per_batch_size", "--speculative-adaptive")  # vLLM's dynamic K, SGLang's
+
+
+def drafts_vary(bench: Benchmark) -> bool:
+    """Whether the engine was set to draft fewer than K at times."""
+    said = [*bench.get("speculative_options", {}), *bench.get("engine_args", [])]
+    return any(name in word for word in said for name in VARYING)
+
+
 def refuse_unknown_ids(bench: Benchmark, vocabulary: int, where: str) -> None:
     """Refuse token ids that the target does not have.
 

@@ -111,6 +111,7 @@ def _header(params: ReplayParams, rounds: measured.Rounds, told: Told) -> dict[s
         "contradictions": check.get("contradictions", []),
         "counters": check.get("counters") if rounds.grade == pooled.COUNTERS else None,
         "other_rounds": check.get("other_rounds", 0),
+        "drafts_vary": measured.drafts_vary(bench),
     }
 
 

@@ -249,7 +249,7 @@ def _examine_own(
     vocabulary = frozenset(setups[HEALTHY].drafter.target_ids.tolist())
     for index, request in enumerate(requests):
         examined = tell(request, laid[index], everywhere[index], {}, steps, vocabulary)
-        examined["histogram"] = request.get("histogram")
+        examined["histogram"], examined["totals"] = request.get("histogram"), request.get("totals")
         examined["own_rounds"] = {name: rounds[index] for name, rounds in own.items()}
         examined["suspects"] = {name: counts[index] for name, counts in of_suspects.items()}
         tokens = compare_tokens(target, setups[HEALTHY].drafter, request, features[index], None, steps, told)

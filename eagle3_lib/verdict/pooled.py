@@ -31,6 +31,7 @@ from ..results import (
     ReplayedRequest,
     Score,
     ToldSuspect,
+    Totals,
     VerdictEvidence,
 )
 from . import diagnose, suspects
@@ -44,8 +45,8 @@ HISTOGRAMS, COUNTERS = "histograms", "counters"
 GRADES = (HISTOGRAMS, COUNTERS)  # of evidence that this module judges
 # A round that departs moves the start of the next ones, so that more than one round comes out otherwise before engine and replay begin one
 # at the same slot again; and departing rounds can balance in a count. Unlike rounds in the histograms for each departing round, over the
-# recordings of benchmarks/grades.py with a deviation: 1.3 in the median, 2.0 in nine of ten, 2.5 at most.
-WALK, MOST_WALK = 2, 2.5
+# recordings of benchmarks/grades.py with a deviation: 1.3 in the median, 2.0 in nine of ten, 2.5 at most. So many count as one that departs.
+WALK = 2.5
 ALARM, NO_ALARM = diagnose.ALARM, diagnose.NO_ALARM
 CLIFF = 0.02  # conditional rate below which a position accepts practically nothing
 BEFORE_CLIFF = 0.2  # conditional rate that the position before it has at least
@@ -125,11 +126,11 @@ class Count:
 
     def excluded(self, noise: float) -> bool:
         """Whether rounding leaves an engine with this hypothesis surely fewer unlike rounds."""
-        return surely_more(self.unlike // WALK, self.rounds, noise)
+        return surely_more(int(self.unlike / WALK), self.rounds, noise)
 
     def beats(self, correct: "Count", false_alarm: float) -> bool:
         """A sign test over the rounds that only one of the two explains, as many as depart."""
-        won, lost = max(correct.unlike - self.unlike, 0) // WALK, self.unlike // WALK
+        won, lost = int(max(correct.unlike - self.unlike, 0) / WALK), int(self.unlike / WALK)
         return bool(stats.binomtest(won, max(won + lost, 1), alternative="greater").pvalue <= false_alarm)
 
 
@@ -137,12 +138,14 @@ class HistogramRequest(TypedDict):
     """One answer of an engine that tells no rounds.
 
     histogram: rounds by accepted count, at most K + 1. own_rounds: {hypothesis: the rounds that it would have made of the answer},
-    the correct engine among them. output_length: tokens of the answer.
+    the correct engine among them. output_length: tokens of the answer. totals: the engine's own, whose drafts say whether each
+    round had K.
     """
 
     histogram: list[int]
     own_rounds: dict[str, list[int]]
     output_length: NotRequired[int]
+    totals: NotRequired[Totals | None]
 
 
 class OwnRounds(TypedDict):
@@ -352,9 +355,28 @@ def _why_not(replay: Replay, case: _Case) -> str | None:
             f"the tokens were sampled, and {case.source} cannot tell whether drafting or verification is at fault (ask the same "
             f"at temperature 0, or have the rounds told)"
         )
+    if replay.get("drafts_vary"):
+        return "the engine was set to draft fewer than K at times, and only the rounds of each request tell when"
+    if case.grade == HISTOGRAMS and (claim := _claim(replay, case)):
+        return claim
     correct = Count.of(CORRECT, case.counted, case.walks[CORRECT], case.walks[CORRECT])
     agreeing = 1 - correct.unlike / max(case.evidence["rounds_compared"], 1)
     return diagnose.habit(replay, agreeing)
+
+
+def _claim(replay: Replay, case: _Case) -> str | None:
+    """The engine never accepts as far as K, a correct one does, and nothing tells how many were drafted."""
+    totals = [request.get("totals") for request in replay["requests"]]
+    told = [some.get("drafted") for some in totals if some]
+    engine = np.sum(case.counted, axis=0)
+    most = int(np.flatnonzero(engine).max(initial=0))
+    further = int(np.sum([walk.counts for walk in case.walks[CORRECT]], axis=0)[most + 1 :].sum())
+    if any(drafts is not None for drafts in told) or not 0 < most < case.positions or further < diagnose.CLAIM_ROUNDS:
+        return None
+    return (
+        f"no round accepted more than {most} drafts where K = {case.positions} is claimed and a correct engine accepts more in {further} "
+        f"rounds: the run drafted {most}, or its drafts after step {most} are broken. The engine's total of drafts would tell"
+    )
 
 
 def _other_histograms(requests: Sequence[Any], counted: Sequence[NDArray[Any]]) -> str | None:
@@ -369,6 +391,9 @@ def _other_histograms(requests: Sequence[Any], counted: Sequence[NDArray[Any]]) 
             name = request.get("id", "")
             return f"the histogram of request {name} emits {emitted} tokens, and its answer has {length}"
         idle += emitted < length
+        drafted = (request.get("totals") or {}).get("drafted")
+        if drafted is not None and drafted != positions * int(histogram.sum()):
+            return _shorter(drafted, int(histogram.sum()), positions)
     if idle:
         return (
             f"{idle} of {len(requests)} answers have more tokens than the rounds of their histograms emit: steps without "
@@ -383,10 +408,7 @@ def _other_counters(requests: Sequence[Any], counters: Counters, positions: int)
     tokens, rounds = sum(answered), counters["rounds"]
     emitted = len(answered) + rounds + sum(counters["accepted"])
     if "drafted" in counters and counters["drafted"] != positions * rounds:
-        return (
-            f"the engine counted {counters['drafted']} drafts in {rounds} rounds, which is not {positions} in each: the rounds of "
-            f"each request would tell which were shorter"
-        )
+        return _shorter(counters["drafted"], rounds, positions)
     if emitted < tokens:
         return (
             f"the counted rounds emit {emitted} tokens and the answers have {tokens}: steps without drafts, or answers that "
@@ -398,6 +420,13 @@ def _other_counters(requests: Sequence[Any], counters: Counters, positions: int)
             f"while the server has no other traffic"
         )
     return None
+
+
+def _shorter(drafted: int, rounds: int, positions: int) -> str:
+    return (
+        f"the engine counted {drafted} drafts in {rounds} rounds, which is not {positions} in each: the rounds of each request "
+        f"would tell which were shorter"
+    )
 
 
 def impossible(counters: Counters, positions: int) -> str | None:
@@ -458,7 +487,8 @@ def engine_acceptance(bench: Benchmark, grade: str) -> Acceptance:
     counters = (bench.get("cross_check") or {}).get("counters")
     if grade == HISTOGRAMS:
         return summary([np.repeat(np.arange(positions + 1), some) for some in histograms], positions)
-    return acceptance_of(counters or {"rounds": 0, "accepted": [0] * positions}, positions)
+    found = acceptance_of(counters or {"rounds": 0, "accepted": [0] * positions}, positions)
+    return {**found, "requests": len(bench["requests"])}
 
 
 def _alone(value: float | None) -> Interval:
@@ -488,7 +518,7 @@ def _judge(case: _Case) -> Verdict:
         return _as_correct(case, correct, faulty)
     if case.why_not:
         return case.cannot_tell(f"{case.why_not}; {_unlike(correct)}")
-    if case.grade == COUNTERS and not surely_more(correct.lacking // WALK, correct.rounds, case.noise):
+    if case.grade == COUNTERS and not surely_more(int(correct.lacking / WALK), correct.rounds, case.noise):
         return case.cannot_tell(
             f"the counters hold all rounds that a correct engine makes of these answers, and "
             f"{correct.unlike - correct.lacking} or more besides: of other requests"
@@ -527,7 +557,7 @@ def _as_correct(case: _Case, correct: Count, faulty: Sequence[Count]) -> Verdict
             not_excluded=left,
         )
     needed = diagnose.rounds_needed(
-        correct.unlike // WALK, correct.rounds, case.evidence["rounds_compared"], case.noise
+        int(correct.unlike / WALK), correct.rounds, case.evidence["rounds_compared"], case.noise
     )
     if needed:
         case.evidence["rounds_needed"] = needed
@@ -572,7 +602,7 @@ def _departs(case: _Case, correct: Count, faulty: Sequence[Count], hypotheses: i
     said = f"{_rates(case)}. {_sentence(case.source)}: {_unlike(correct)}."
     like = faulty[0] if faulty else None
     case.evidence["most_like"] = _fitted(like, correct) if like else None
-    few = correct.unlike <= MOST_WALK * diagnose.SMALL_SHARE * case.evidence["rounds_compared"]
+    few = correct.unlike <= WALK * diagnose.SMALL_SHARE * case.evidence["rounds_compared"]
     if few and abs(lost) <= diagnose.SMALL_COST:
         change = "costs" if lost >= 0 else "brings"
         return case.cannot_tell(

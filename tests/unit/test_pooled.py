@@ -195,18 +195,19 @@ def disturbed(random, slots: list[list[int]], share: float) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "share"), [("float32", 0.0), ("bfloat16", 0.012)])
-def test_a_healthy_engine_is_never_called_faulty(dtype, share):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_healthy_engine_is_never_called_faulty(dtype):
     """A bfloat16 engine departs in 2 % of the rounds that can tell, as measured; its later rounds start elsewhere then."""
     random, alarms = np.random.default_rng(3), 0
     for run in range(150):
-        slots = ended(slots_of(random, 12, (0.15, 0.4, 0.6)[run % 3]))
+        rate, share = [(0.15, 0.004), (0.4, 0.011), (0.6, 0.015)][run % 3]
+        slots = ended(slots_of(random, 12, rate))
         own = {CORRECT: walked(slots)}
         own |= {f"fault {i}": walked(ended(disturbed(random, slots, s))) for i, s in enumerate((0.02, 0.05, 0.1, 0.3))}
-        made = walked(ended(disturbed(random, slots, share)))
+        made = own[CORRECT] if dtype == "float32" else walked(ended(disturbed(random, slots, share)))
         for verdict in both(made, own, [100] * 12, dtype=dtype):
             alarms += verdict.kind in (diagnose.FAULT, diagnose.UNKNOWN, diagnose.CONFIG)
-            assert share or verdict.kind in FAULTLESS, verdict.sentence
+            assert dtype == "bfloat16" or verdict.kind in FAULTLESS, verdict.sentence
     assert alarms <= 0.01 * 300
 
 
