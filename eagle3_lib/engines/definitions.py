@@ -33,12 +33,12 @@ class Definitions:
     prefill_in_length: bool = False
 
     def totals_in(self, metrics: Mapping[str, Any]) -> "Totals | None":
-        """One answer's own totals, without "drafted" where it does not tell it; None where it tells none.
+        """One answer's own totals, without "drafted" where it does not tell it; None where it tells none by these names.
 
         Args:
             metrics: of one answer: vLLM's metrics.speculative_decoding, SGLang's meta_info.
         """
-        if not self.rounds or self.rounds not in metrics:
+        if not self.rounds or not {self.rounds, self.accepted} <= metrics.keys():
             return None
         totals: Totals = {"rounds": metrics[self.rounds], "accepted": metrics[self.accepted]}
         if self.drafted in metrics:
