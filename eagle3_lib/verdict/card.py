@@ -33,6 +33,7 @@ EXIT = {
     diagnose.NOT_ENOUGH: UNTOLD,
     diagnose.CANNOT_TELL: UNTOLD,
 }
+WORST_FIRST = (OF_ENGINE, UNTOLD, OF_DRAFTER, FINE)
 GRADES = {  # of evidence: what told the rounds, and what that leaves open
     "told": "rounds told by the engine for each request",
     "chunks": "rounds read off streamed chunks, checked against the engine's own counts",
@@ -219,6 +220,11 @@ class Card:
             if command:
                 lines.append(f"{'':{pad}}{command}")
         return "\n".join([*lines, f"{'Exit code':<{pad}}{self.exit_code}", "=" * width])
+
+
+def worst(codes: Sequence[int]) -> int:
+    """The exit code of several cards: an engine's fault before "cannot tell", that before the drafter's, 0 last."""
+    return min(codes, key=WORST_FIRST.index)
 
 
 def gate_words(gate: Gate) -> str:
