@@ -10,8 +10,6 @@ import traceback
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from click import ClickException, UsageError
-from click.exceptions import Abort, Exit
 from typer.core import TyperGroup
 
 from .errors import Eagle3Error
@@ -38,18 +36,19 @@ class Commands(TyperGroup):
     def invoke(self, ctx):
         try:
             return super().invoke(ctx)
-        except Eagle3Error as error:
-            typer.echo(f"eagle3: {error}", err=True)
-            raise typer.Exit(NOTHING_JUDGED if ctx.invoked_subcommand == "diagnose" else 1) from None
-        except (ClickException, Exit, Abort) as error:
-            if isinstance(error, UsageError) and ctx.invoked_subcommand == "diagnose":
-                error.exit_code = NOTHING_JUDGED
+        except (typer.Exit, typer.Abort):
             raise
-        except Exception:
-            if ctx.invoked_subcommand != "diagnose":
-                raise
-            traceback.print_exc()
-            raise typer.Exit(NOTHING_JUDGED) from None
+        except Exception as error:
+            nothing_judged = ctx.invoked_subcommand == "diagnose"
+            if isinstance(error, Eagle3Error):
+                typer.echo(f"eagle3: {error}", err=True)
+                raise typer.Exit(NOTHING_JUDGED if nothing_judged else 1) from None
+            if nothing_judged and hasattr(error, "exit_code"):  # of the command line itself, as an unknown option
+                error.exit_code = NOTHING_JUDGED
+            elif nothing_judged:
+                traceback.print_exc()
+                raise typer.Exit(NOTHING_JUDGED) from None
+            raise
 
 
 app = typer.Typer(
@@ -205,7 +204,9 @@ def diagnose(
     ] = "",
     header_env: Annotated[
         list[str] | None,
-        typer.Option(metavar="HEADER=VARIABLE", help="With --url: a header, its value from the environment; repeatable."),
+        typer.Option(
+            metavar="HEADER=VARIABLE", help="With --url: a header, its value from the environment; repeatable."
+        ),
     ] = None,
     ca_file: Annotated[str, typer.Option(metavar="FILE", help="With --url: certificates to trust (PEM).")] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="With --url: do not check the certificate.")] = False,
@@ -239,9 +240,15 @@ def diagnose(
         eagle3 diagnose --metrics metrics.txt
         eagle3 diagnose quickstart
     """
-    given = [name for name, value in (("RUN", run), ("--url", url), ("--benchmark", benchmark), ("--metrics", metrics)) if value]
+    given = [
+        name
+        for name, value in (("RUN", run), ("--url", url), ("--benchmark", benchmark), ("--metrics", metrics))
+        if value
+    ]
     if len(given) != 1:
-        raise typer.BadParameter(f"found {' and '.join(given) or 'none'}, expected one of RUN, --url, --benchmark, --metrics")
+        raise typer.BadParameter(
+            f"found {' and '.join(given) or 'none'}, expected one of RUN, --url, --benchmark, --metrics"
+        )
     if run is not None:
         if drafter or target or out:
             raise typer.BadParameter("--drafter, --target and --out go without RUN: its params file names them")
@@ -328,8 +335,8 @@ def _diagnose_run(run: "Run", expect_length: float) -> int:
     from .params import DiagnoseParams
     from .reports import card
     from .stages import diagnose as report_stage
-    from .verdict.card import worst
     from .stages import replay
+    from .verdict.card import worst
 
     found, cards = _measured(run), []
     for (engine, _), params in found.items():

@@ -300,3 +300,16 @@ def speed_rows(report: Mapping[str, Any], engine: str) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+# --------------------------------------------------------------------------------------------------- a running server
+
+
+def server_rows(found: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What a running server told of itself (server.json), a row a setting, and the remarks."""
+    told = {"grade of the evidence": found["grade"] or "none", "K": found["positions"], **found["told"]}
+    left_out = ("untold", "positions", "options", "engine_args")
+    rows = [(name, value) for name, value in told.items() if name not in left_out and value not in ("", None, [])]
+    rows += [(name, value) for name, value in found["told"]["options"].items()]
+    rows += [("remark", remark) for remark in found["remarks"]]
+    return [{"what": name.replace("_", " "), "told": str(value)} for name, value in rows]

@@ -112,6 +112,16 @@ def run(params: ServerParams) -> Card:
     return card
 
 
+def read(params: ServerParams) -> dict[str, Any]:
+    """server.json: what the server told, K, the grade of the evidence, the traffic of others, and remarks.
+
+    Raises:
+        Eagle3Error: the stage has not run.
+    """
+    found: dict[str, Any] = results.read_json(project_path(params.out) / "server.json")
+    return found
+
+
 def access(params: ServerParams) -> Access:
     """How the server is reached; key and headers come from the environment.
 
