@@ -3,7 +3,7 @@
     with serving(record("vllm/0.32.0_eagle3_detailed")) as url: ...
 
 Paths answer what tests/data/servers has. /v1/completions of a vLLM gives the recorded answer; a cache salt and the prompt
-decide prompt_tokens_details. /generate of an SGLang follows the source of 0.5.16: meta_info of srt/managers/
+decide prompt_tokens_details; /metrics counts "rounds" of the record for each. /generate of an SGLang follows the source of 0.5.16: meta_info of srt/managers/
 tokenizer_manager.py (_add_spec_metrics and the fields around it), cached tokens as srt/managers/schedule_batch.py
 (_compute_max_prefix_len) and the radix cache give them, by extra_key; api keys as srt/utils/auth.py and vLLM's
 entrypoints/serve/middleware/authenticate.py guard them.
@@ -12,6 +12,7 @@ entrypoints/serve/middleware/authenticate.py guard them.
 import contextlib
 import copy
 import json
+import re
 import socket
 import threading
 import time
@@ -47,16 +48,14 @@ def serving(told: dict, **options: object):
     tls = {name: options.pop(name) for name in ("ssl_keyfile", "ssl_certfile") if name in options}
     config = uvicorn.Config(application(told, **options), log_level="critical", lifespan="off", **tls)
     server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield f"{'https' if tls else 'http'}://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(10)
+    listening = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True).start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True  # the thread closes the socket and ends by itself
 
 
 def application(
@@ -77,6 +76,7 @@ def application(
     """
     sglang = "/model_info" in told["paths"]
     info = told["paths"].get("/server_info") or told["paths"].get("/get_server_info") or {}
+    asked: list[str] = []
     cache: dict[str, list[list[int]]] = {}
 
     def cached(salt: str, ids: list[int]) -> int:
@@ -103,12 +103,16 @@ def application(
             if refuses in body and refuses:
                 return JSONResponse({"error": {"message": f"unknown field {refuses}"}}, 400)
             if path == "/v1/completions" and "whole" in told:
+                asked.append(path)
                 return completion(told, body, cached)
             return generation(info, body, cached) if path == "/generate" else Response(status_code=404)
         query = f"{path}?{request.url.query}" if request.url.query else path
         found = told["paths"].get(query, told["paths"].get(path))
         if found is None:
             return JSONResponse({"detail": "Not Found"}, 404)
+        if path == "/metrics":
+            counted = told.get("rounds", 0) * len(asked)
+            found = re.sub(r"(num_drafts_total{.*} )(\d+)", lambda line: f"{line[1]}{int(line[2]) + counted}", found)
         return PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found)
 
     return Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])

@@ -59,7 +59,8 @@ def find(access: Access, model: str = "", stall_s: float = 300) -> tuple[Server,
             try:
                 told = engine.running.told(server, card, [card.id for card in cards])
             except Eagle3Error as error:
-                raise Eagle3Error(f"{access.root}: {error}; does a proxy between strip fields?") from None
+                hint = "; does a proxy between strip fields?" if "no token ids" in str(error) else ""
+                raise Eagle3Error(f"{access.root}: {error}{hint}") from None
             return replace(server, tells_rounds=bool(told.tells_rounds)), told
     raise Eagle3Error(
         f"{access.root} serves {card.id!r} of {card.owner!r} and is none of {', '.join(ENGINES)}: found no vllm: metrics in "

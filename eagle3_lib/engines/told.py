@@ -26,7 +26,9 @@ class Told:
     parallelism and chunks of prefill. dtype: "bfloat16", ... . quantization: "" where it has none. prefill_chunk: most prompt
     tokens of one step. stream_interval: least tokens of a streamed chunk. tells_rounds: an answer carries the accepted count
     of each round. tells_cached: an answer tells the prompt tokens from the prefix cache. takes_salt: a request's salt
-    separates its prefix cache. has_counters: it counts rounds by position. untold: what could not be found out, and what
+    separates its prefix cache. has_counters: it counts rounds by position. asked_steps, asked_rounds: decode steps of the
+    short answer that it was asked for, and the rounds that it tells or counted of it: fewer where a drafter skips steps, as
+    n-gram does and EAGLE-3 does not. untold: what could not be found out, and what
     would tell it, as sentences.
     """
 
@@ -54,6 +56,8 @@ class Told:
     tells_cached: bool | None = None
     takes_salt: bool | None = None
     has_counters: bool = False
+    asked_steps: int | None = None
+    asked_rounds: int | None = None
     untold: list[str] = field(default_factory=list)
 
 
@@ -61,7 +65,8 @@ class Told:
 class Busy:
     """What a server does now, and what it has done since its start; None where it does not tell.
 
-    running, waiting: requests. answered: requests that ended. prompt_tokens, generated_tokens: of all requests. counters: of
+    running, waiting: requests, as of the engine's last step or of one shortly before, so that a single look may still count
+    some that have ended. answered: requests that ended. prompt_tokens, generated_tokens: of all requests. counters: of
     speculation. What these grow by between two looks, less what was asked in between, is the traffic of others.
     """
 

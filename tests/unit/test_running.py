@@ -16,6 +16,7 @@ from stub_running import record, serving
 
 from eagle3_lib.engines import base, running
 from eagle3_lib.engines.access import Access
+from eagle3_lib.engines.vllm import told as vllm_told
 from eagle3_lib.errors import Eagle3Error
 
 KEY = "sk-secret-0123456789"
@@ -42,6 +43,7 @@ def test_a_vllm_in_dev_mode_tells_all_but_the_cache():
     assert (told.dtype, told.max_model_len, told.prefix_caching, told.quantization) == ("float32", 512, True, "")
     assert (told.data_parallel, told.tensor_parallel, told.prefill_chunk, told.stream_interval) == (1, 1, 2048, 1)
     assert told.has_counters and told.takes_salt and told.tells_cached is None
+    assert (told.asked_steps, told.asked_rounds) == (10, 10)
     assert told.untold == [
         "Prompt tokens from the prefix cache are not told; --enable-prompt-tokens-details would tell them."
     ]
@@ -50,20 +52,24 @@ def test_a_vllm_in_dev_mode_tells_all_but_the_cache():
 
 
 def test_a_vllm_as_most_are_tells_k_by_its_counters():
-    server, told = found(record(NO_ROUNDS, without=(INFO,)))
+    server, told = found(record(NO_ROUNDS, without=(INFO,)) | {"rounds": 10})
     assert (told.positions, told.positions_from) == (4, "position labels of /metrics")
     assert told.tells_rounds is False and not server.tells_rounds and told.has_counters
     assert (told.method, told.drafter, told.dtype, told.quantization) == ("", "", "", None)
     assert told.target == "models/SmolLM2-135M-Instruct" and told.prefix_caching is True and told.data_parallel == 1
     text = " ".join(told.untold)
     assert "method of speculation" in text and "synthetic" in text and text.count("VLLM_SERVER_DEV_MODE=1") == 3
+    assert (told.asked_steps, told.asked_rounds) == (10, 10) and "skips steps" not in text
     running.refuse(told, 0)
 
 
 @pytest.mark.parametrize("name, positions", [("eagle3", 4), ("ngram", 4), ("plain", 0)])
-def test_a_vllm_on_a_gpu(name, positions):
+def test_a_vllm_on_a_gpu(name, positions, monkeypatch):
+    monkeypatch.setattr(vllm_told, "COUNTERS_LAG_S", 0)
     told = record(f"vllm/0.23.0_{name}") | {key: record(NO_ROUNDS)[key] for key in ("whole", "streamed")}
-    server, told = found(told)
+    server, told = found(told | {"rounds": 4 if name == "ngram" else 10})
+    skips = "/metrics counted 4 rounds for a short answer of 10 steps: its drafter skips steps"
+    assert (skips in " ".join(told.untold)) == (name == "ngram")
     assert (server.version, told.positions, told.data_parallel) == ("0.23.0", positions, 1)
     assert told.method == ("plain" if name == "plain" else "")
     if name == "plain":
@@ -338,7 +344,7 @@ def test_a_key_appears_nowhere(caplog, tmp_path):
             with pytest.raises(Eagle3Error) as error:
                 call()
             shown += "".join(traceback.format_exception(error.value))
-        server, told = running.find(Access(url, KEY))
+        server, told = running.find(Access(url, KEY, {"X-Key": "also-secret-1234"}))
         shown += repr(server) + repr(told) + json.dumps(dataclasses.asdict(told))
     shown += caplog.text
     assert not [secret for secret in (KEY, "also-secret-1234", wrong) if secret in shown]

@@ -10,12 +10,14 @@ start, before the first round), v1/metrics/loggers.py. /metrics holds the famili
 """
 
 import re
+import time
 from typing import Any
 
 import openai
 from prometheus_client import Metric
 
-from ..base import Server, complete, metrics_of
+from ...results import Counters
+from ..base import Completion, Server, complete, metrics_of
 from ..spec import version_tuple
 from ..told import PLAIN, Busy, Card, Told, look_at_object, sums_of, total_of, words_of
 from .server import counters
@@ -23,11 +25,9 @@ from .spec import SPEC
 
 SALT_SINCE = (0, 10)
 COUNTERS_SINCE = (0, 10)  # an older one may speculate without counters
-PROMPTS = (
-    [9, 10, 11, 12, 9, 10, 11, 12],
-    [20, 21, 20, 21, 20, 21],
-)  # another one where an answer ended with its first token
+PROMPTS = ([9, 10, 11, 12], [20, 21, 22, 23])  # the second where the answer to the first has one token
 ASKED_TOKENS = 8
+COUNTERS_LAG_S = 1.0  # counters may follow an answer by a moment
 FINGERPRINT = re.compile(r"vllm-(\d[\w.+]*)")
 SPECULATION_IN_TEXT = re.compile(r"SpeculativeConfig\(method='([^']*)', model='?([^',)]*)'?, num_spec_tokens=(\d+)\)")
 DEV_MODE = "the server started with VLLM_SERVER_DEV_MODE=1 would tell it (/server_info)"
@@ -54,9 +54,13 @@ def told(server: Server, card: Card, models: list[str]) -> Told:
     Raises:
         Eagle3Error: it gives no token ids, or refuses a completion.
     """
+    before = counters(server)
     answer = complete(server, PROMPTS[0], ASKED_TOKENS)
     if len(answer.output_ids) < 2:
+        before = counters(server)
         answer = complete(server, PROMPTS[1], ASKED_TOKENS)
+    steps = len(answer.chunks) - 1
+    rounds = answer.totals["rounds"] if answer.totals else _counted_rounds(server, before, steps)
     families = metrics_of(server)
     config = look_at_object(server, "/server_info?config_format=json").get("vllm_config")
     method, drafter, positions, positions_from = _speculation(config)
@@ -73,7 +77,6 @@ def told(server: Server, card: Card, models: list[str]) -> Told:
     model_config, scheduler = values.get("model_config") or {}, values.get("scheduler_config") or {}
     parallel, speculative = values.get("parallel_config") or {}, values.get("speculative_config") or {}
     tensor_parallel, chunk = parallel.get("tensor_parallel_size"), scheduler.get("max_num_batched_tokens")
-    rounds = answer.totals["rounds"] if answer.totals else 0
     return Told(
         engine=SPEC.name,
         version=server.version,
@@ -95,11 +98,16 @@ def told(server: Server, card: Card, models: list[str]) -> Told:
         tensor_parallel=tensor_parallel,
         prefill_chunk=chunk,
         stream_interval=scheduler.get("stream_interval"),
-        tells_rounds=_tells_rounds(values, bool(answer.accepted), rounds, positions, len(answer.output_ids)),
+        tells_rounds=_tells_rounds(values, answer, positions),
         tells_cached=answer.cached_tokens is not None or None,
         takes_salt=version_tuple(server.version) >= SALT_SINCE if known else None,
         has_counters=counted is not None,
-        untold=_untold(server, values, method, positions, logs, answer.cached_tokens),
+        asked_steps=steps,
+        asked_rounds=rounds,
+        untold=[
+            *_untold(server, values, method, positions, logs, answer.cached_tokens),
+            *_skipped(method, positions, steps, rounds, bool(answer.totals)),
+        ],
     )
 
 
@@ -119,7 +127,7 @@ def busy(server: Server) -> Busy | None:
 
 
 def _speculation(config: object) -> tuple[str, str, int | None, str]:
-    """(method, drafter, K, where K was read) of /server_info's configuration, an object or, up to 0.10, a text."""
+    """(method, drafter, K, where K was read) of /server_info's configuration, an object or, in older versions, a text."""
     if isinstance(config, dict):
         speculative = config.get("speculative_config")
         if not speculative:
@@ -153,14 +161,38 @@ def _engines(families: list[Metric]) -> int | None:
     return len(engines) or None
 
 
-def _tells_rounds(values: dict[str, Any], listed: bool, rounds: int, positions: int | None, tokens: int) -> bool | None:
+def _tells_rounds(values: dict[str, Any], answer: Completion, positions: int | None) -> bool | None:
     """Whether answers carry each round's count; None where the short answer came to no round."""
     level = (values.get("observability_config") or {}).get("per_request_spec_decode_metrics")
     if level is not None:
         return bool(level == "detailed")
-    if listed or rounds:
-        return listed
-    return None if positions and tokens < 2 else False
+    if answer.accepted:
+        return True
+    came_to_none = answer.accepted is not None or (positions and len(answer.chunks) < 2)
+    return None if came_to_none else False
+
+
+def _counted_rounds(server: Server, before: Counters | None, steps: int) -> int | None:
+    """Rounds that the counters grew by; read again where they lie below the steps, since they may be late."""
+    if before is None:
+        return None
+    after = counters(server)
+    if after and after["rounds"] - before["rounds"] < steps:
+        time.sleep(COUNTERS_LAG_S)
+        after = counters(server)
+    return after["rounds"] - before["rounds"] if after else None
+
+
+def _skipped(method: str, positions: int | None, steps: int, rounds: int | None, from_answer: bool) -> list[str]:
+    """What it means that a short answer had steps without a round, where the method is not told."""
+    if method or not positions or rounds is None or rounds >= steps:
+        return []
+    also = "" if from_answer else ", or /metrics is that of another replica"
+    source = "It tells" if from_answer else "/metrics counted"
+    return [
+        f"{source} {rounds} rounds for a short answer of {steps} steps: its drafter skips steps, as n-gram and suffix decoding "
+        f"do and EAGLE-3 does not{also}."
+    ]
 
 
 def _untold(

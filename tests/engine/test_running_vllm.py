@@ -1,0 +1,109 @@
+"""A real vLLM that a user started: found, what it tells, its cache, and other traffic."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from eagle3_lib.engines import base, running, serving
+from eagle3_lib.engines.access import Access
+from eagle3_lib.engines.vllm import server as vllm
+from eagle3_lib.errors import Eagle3Error
+
+pytestmark = pytest.mark.slow
+DRAFTER = "drafters/smollm2-135m-eagle3"
+KEY = "a-key-of-this-test"
+
+
+@contextlib.contextmanager
+def started(folder, log, *options, **env):
+    """The address of `python -m vllm.entrypoints.openai.api_server`, as soon as it is healthy."""
+    port = base.pick_port(0)
+    words = [
+        "--model",
+        str(folder),
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "512",
+        "--enforce-eager",
+    ]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *vllm.CPU_ARGUMENTS, *options]
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            command, env=os.environ | vllm.CPU_ENV | quiet | env, stdout=sink, stderr=sink, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
+            assert process.poll() is None, base.log_tail(log)
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                    break
+            time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_vllm_that_tells_all(target_folder, tmp_path):
+    config = json.dumps({"method": "eagle3", "model": DRAFTER, "num_speculative_tokens": 3})
+    options = ["--speculative-config", config, vllm.DETAILED_METRICS, "detailed"]
+    options += ["--enable-prompt-tokens-details", "--api-key", KEY, "--served-model-name", "one", "alias"]
+    with started(target_folder, tmp_path / "server.log", *options, VLLM_SERVER_DEV_MODE="1") as url:
+        with pytest.raises(Eagle3Error, match="refuses a request without a key .401"):
+            running.find(Access(url))
+        server, told = running.find(Access(f"{url}/v1/", KEY))
+        running.refuse(told, 0)
+        assert (server.engine, server.version, server.model) == ("vllm", vllm.installed()[0], "one")
+        assert (told.models, told.target) == (["one", "alias"], str(target_folder))
+        assert (told.method, told.drafter, told.positions, told.positions_from) == (
+            "eagle3",
+            DRAFTER,
+            3,
+            "/server_info",
+        )
+        assert (told.dtype, told.max_model_len, told.prefix_caching, told.quantization) == ("float32", 512, True, "")
+        assert (told.data_parallel, told.tensor_parallel, told.stream_interval) == (1, 1, 1)
+        assert told.prefill_chunk and told.engine_args[:2] == ["--max-num-batched-tokens", str(told.prefill_chunk)]
+        assert told.tells_rounds and told.tells_cached and told.takes_salt and told.has_counters and not told.untold
+
+        prompt = [100 + place % 300 for place in range(400)]  # over three blocks of 128 tokens
+        before = running.busy(server)
+        answers = [serving.complete(server, prompt, 8, salt=salt) for salt in ("first", "first", "second", "second")]
+        plain = serving.complete(server, prompt, 8, stream=False)
+        assert [bool(answer.cached_tokens) for answer in answers] == [False, True, False, True]
+        assert answers[0].cached_tokens == 0 and answers[1].cached_tokens % 128 == 0 and plain.cached_tokens == 0
+        assert len({tuple(answer.output_ids) for answer in [*answers, plain]}) == 1
+        assert running.greedy(server, prompt, 8) == plain.output_ids
+
+        after = running.busy(server)
+        asked = [*answers, plain, plain]
+        assert after.answered - before.answered == 6 and (after.running, after.waiting) == (0, 0)
+        assert after.generated_tokens - before.generated_tokens == sum(len(answer.output_ids) for answer in asked)
+        rounds = after.counters["rounds"] - before.counters["rounds"]
+        assert rounds == sum(len(answer.accepted) for answer in [*answers, plain]) + len(plain.accepted)
+        with pytest.raises(Eagle3Error, match="must be at most 128 characters|refuses the field cache_salt"):
+            serving.complete(server, prompt, 8, salt="a/b")
+
+
+def test_a_vllm_that_tells_little(target_folder, tmp_path):
+    config = json.dumps({"method": "eagle3", "model": DRAFTER, "num_speculative_tokens": 2})
+    with started(target_folder, tmp_path / "server.log", "--speculative-config", config, "--disable-log-stats") as url:
+        server, told = running.find(Access(url))
+        assert (server.engine, server.model) == ("vllm", str(target_folder))
+        assert (told.method, told.positions, told.tells_rounds, told.has_counters) == ("", None, False, False)
+        assert "--disable-log-stats" in " ".join(told.untold) and running.busy(server) is None
+        assert serving.complete(server, [100] * 20, 4).cached_tokens is None and serving.counters(server) is None
+        running.refuse(told, 0)
