@@ -11,7 +11,7 @@ over all answers ("counters"). Where nothing of this is there the card says so, 
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -323,16 +323,14 @@ def _grade(told: Told, requests: list[MeasuredRequest], positions: int, traffic:
 
 
 def _judge(params: ServerParams, told: Told, positions: int, graded: Graded, out: Path) -> Card:
-    name = told.drafter or params.drafter
-    of_server = Asked(told.engine, name, told.target or params.target, short_path(out), positions, params.run)
+    of_server = Asked(told.engine, params.drafter, told.target or params.target, short_path(out), positions, params.run)
     expected = params.expect_length or None
     if graded.grade is None:
         verdict = diagnose.Verdict(
             params.name, diagnose.CANNOT_TELL, f"{params.name}: cannot tell, because {graded.reason}."
         )
         found = Card.of(verdict.as_dict(), None, "chunks", of_server, [short_path(out / "server.json")], expected)
-        write_json(out / "card.json", {"schema": CARD_SCHEMA, **found.as_dict()})
-        return found
+        return _shown(out, found, told)
     write_json(out / "benchmark.json", _benchmark(params, told, positions, graded))
     values = {
         "name": params.name,
@@ -345,8 +343,18 @@ def _judge(params: ServerParams, told: Told, positions: int, graded: Graded, out
         "dtype": params.dtype,
         "device": params.device,
     }
-    replay.run(ReplayParams.check(values, "replay"), expected)
-    return Card.read(results.check(results.StoredCard, results.read_json(out / "card.json"), "card.json", CARD_SCHEMA))
+    replayed = ReplayParams.check(values, "replay")
+    replay.run(replayed, expected)
+    judged = replay.verdict(replayed)
+    files = [short_path(out / f"{name}.json") for name in ("server", "benchmark", "replay", "verdict")]
+    return _shown(out, Card.of(judged["verdict"], judged["cost"], graded.grade, of_server, files, expected), told)
+
+
+def _shown(out: Path, card: Card, told: Told) -> Card:
+    """The card under the server's name, kept as card.json."""
+    card = replace(card, engine=f"{told.engine} {told.version}".strip())
+    write_json(out / "card.json", {"schema": CARD_SCHEMA, **card.as_dict()})
+    return card
 
 
 def _benchmark(params: ServerParams, told: Told, positions: int, graded: Graded) -> Benchmark:

@@ -98,6 +98,10 @@ class Asked:
             f"eagle3 audit {shlex.quote(self.drafter)} --target {shlex.quote(self.target)} --engine {engine} --matrix"
         )
 
+    def diagnose_url(self) -> str:
+        """The command that asks a running server."""
+        return f"eagle3 diagnose --url http://HOST:PORT --drafter {shlex.quote(self.drafter)} --target {shlex.quote(self.target)}"
+
     def diagnose(self) -> str:
         words = ("--benchmark", self.benchmark, "--drafter", self.drafter, "--target", self.target)
         return f"eagle3 diagnose {shlex.join(words)}"
@@ -394,6 +398,8 @@ def _next(verdict: StoredVerdict, grade: str, asked: Asked) -> tuple[str, str]:
     """The one next command, and what it is for."""
     kind = verdict["kind"]
     suspect, again = verdict["suspect"], "then measure and diagnose again"
+    if grade == "pooled":
+        return asked.diagnose_url(), "ask the server itself some prompts, and replay its answers:"
     if kind == diagnose.CONFIG and suspect and suspect.get("shim"):
         return suspect["shim"], "write a copy of the drafter with that value, serve it, and diagnose again:"
     if kind == diagnose.FAULT:
