@@ -60,7 +60,7 @@ def speculators(perf: types.ModuleType) -> None:
     write(perf, folder / "perf_results.csv", perf.BASE_CSV_COLUMNS, rows)
     both = [
         "\n".join(text.replace('engine="0"', f'engine="{i}"') for i, text in enumerate(texts))
-        for texts in zip(*scrapes.values())
+        for texts in zip(*scrapes.values(), strict=True)
     ]
     parsed = [perf.parse_prometheus_metrics(text) for text in reversed(both)]
     spec = perf.extract_spec_decode_metrics(parsed[0], baseline_metrics=parsed[1]) | {"subset": "both"}
