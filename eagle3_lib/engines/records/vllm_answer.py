@@ -14,7 +14,7 @@ from ...errors import Eagle3Error
 from ...results import RequestId
 from .document import Document
 from .recorded import Recorded, RecordedRequest, add_up, counters_of_histogram, counts, histogram_of, mean_length
-from .vllm_record import ROUNDS, read_record, together
+from .vllm_record import read_record, together
 
 TOOL = "vllm answer"
 RECORD = "speculative_decoding"
@@ -26,7 +26,8 @@ MISSING = (
 
 @dataclass
 class Answer:
-    """chunks: token ids of each streamed chunk that has any. record: None where the answer has none."""
+    """chunks: token ids of each streamed chunk that has any. record: None where the answer has none. server: its
+    system_fingerprint."""
 
     name: RequestId
     where: str
@@ -34,6 +35,7 @@ class Answer:
     output_tokens: Any = None
     chunks: list[int] = field(default_factory=list)
     streamed: bool = False
+    server: str = ""
 
 
 def recognise(document: Document) -> bool:
@@ -103,6 +105,7 @@ def _answer(holder: dict[str, Any], where: str, is_stream: bool) -> Answer:
         usage.get("completion_tokens") if isinstance(usage, dict) else None,
     )
     choices = holder.get("choices") or []
+    answer.server = str(holder.get("system_fingerprint") or "")
     kind = str(holder.get("object"))
     # The chunks of a completion are named as the whole answer is, which has choices and usage together.
     in_parts = kind == "text_completion" and not (choices and usage)
@@ -115,6 +118,7 @@ def _answer(holder: dict[str, Any], where: str, is_stream: bool) -> Answer:
 def _add(known: Answer, later: Answer) -> None:
     """A later chunk of the same answer."""
     known.chunks += later.chunks
+    known.server = known.server or later.server
     if later.output_tokens is not None:
         known.output_tokens = later.output_tokens
     if later.record is not None:
@@ -137,9 +141,10 @@ def _from_chunks(answers: list[Answer], where: str) -> Recorded:
     ]
     histograms = [histogram_of(request["accepted"], None) for request in requests]
     told = counters_of_histogram(add_up(histograms), None, None)
+    is_vllm = all(answer.server.startswith("vllm-") for answer in shown)
     return Recorded(
         TOOL,
-        "vllm",
+        "vllm" if is_vllm else "",
         requests=requests,
         histograms=histograms,
         counters=told,
@@ -149,7 +154,8 @@ def _from_chunks(answers: list[Answer], where: str) -> Recorded:
             f"No answer holds {RECORD}: rounds are read off the streamed chunks, the first of which is prefill's token.",
             "They are cut at the end of the answer, so that its last round may have accepted more.",
             "A step without drafts (end of the context, a grammar) looks like a round that accepted nothing.",
-            "Two steps in one chunk, which happens when the client lags, look like one; a quiet server and the difference of "
-            f"/metrics show it. K and {ROUNDS} are not told.",
+            "Two steps in one chunk, which happens when the client lags, look like one round, in plain decoding too; the "
+            "difference of two scrapes of /metrics on a quiet server shows it.",
+            "K is not told, nor whether the drafts are a chain or a tree.",
         ],
     )
