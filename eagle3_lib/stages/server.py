@@ -297,6 +297,13 @@ class Graded:
 
 def _grade(told: Told, requests: list[MeasuredRequest], positions: int, traffic: Traffic) -> Graded:
     """The best evidence that these answers give."""
+    if not told.method and told.asked_rounds is not None and told.asked_rounds < (told.asked_steps or 0):
+        return Graded(
+            None,
+            requests,
+            reason=f"the server does not tell how it speculates, and drafted in {told.asked_rounds} of {told.asked_steps} steps "
+            f"of a first answer, where EAGLE-3 drafts in each; n-gram speculation would look so, or counters of another replica",
+        )
     if told.tells_rounds:
         return Graded("told", requests, benchmark.cross_check(requests, None, None, positions))
     checked = [request for request in requests if request.get("totals") or request.get("histogram")]
@@ -323,7 +330,7 @@ def _grade(told: Told, requests: list[MeasuredRequest], positions: int, traffic:
 
 
 def _judge(params: ServerParams, told: Told, positions: int, graded: Graded, out: Path) -> Card:
-    of_server = Asked(told.engine, params.drafter, told.target or params.target, short_path(out), positions, params.run)
+    of_server = Asked(told.engine, params.drafter, told.target or params.target, short_path(out), positions)
     expected = params.expect_length or None
     if graded.grade is None:
         verdict = diagnose.Verdict(

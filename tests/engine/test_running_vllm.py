@@ -1,17 +1,11 @@
 """A real vLLM that a user started: found, what it tells, its cache, and other traffic."""
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
-import httpx
 import pytest
+from real_vllm import started
 
-from eagle3_lib.engines import base, running, serving
+from eagle3_lib.engines import running, serving
 from eagle3_lib.engines.access import Access
 from eagle3_lib.engines.vllm import server as vllm
 from eagle3_lib.errors import Eagle3Error
@@ -19,42 +13,6 @@ from eagle3_lib.errors import Eagle3Error
 pytestmark = pytest.mark.slow
 DRAFTER = "drafters/smollm2-135m-eagle3"
 KEY = "a-key-of-this-test"
-
-
-@contextlib.contextmanager
-def started(folder, log, *options, **env):
-    """The address of `python -m vllm.entrypoints.openai.api_server`, as soon as it is healthy."""
-    port = base.pick_port(0)
-    words = [
-        "--model",
-        str(folder),
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "512",
-        "--enforce-eager",
-    ]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *vllm.CPU_ARGUMENTS, *options]
-    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    with log.open("w") as sink:
-        process = subprocess.Popen(
-            command, env=os.environ | vllm.CPU_ENV | quiet | env, stdout=sink, stderr=sink, start_new_session=True
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline:
-            assert process.poll() is None, base.log_tail(log)
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                    break
-            time.sleep(0.5)
-        yield url
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def test_a_vllm_that_tells_all(target_folder, tmp_path):

@@ -13,7 +13,11 @@ from eagle3_lib.verdict import acceptance, card, diagnose
 from eagle3_lib.verdict.card import Asked, Card
 
 KINDS = sorted(
-    {value for name, value in vars(diagnose).items() if name.isupper() and isinstance(value, str) and value in card.EXIT}
+    {
+        value
+        for name, value in vars(diagnose).items()
+        if name.isupper() and isinstance(value, str) and value in card.EXIT
+    }
 )
 ASKED = Asked("vllm", "drafters/base", "org/target", "runs/x/benchmark", 4, "x")
 
