@@ -602,8 +602,43 @@ def test_what_is_none_of_these_files(text, message, tmp_path):
         records.read(write(tmp_path, text))
 
 
+def test_text_that_holds_other_line_ends(tmp_path):
+    """vLLM and AIPerf write an answer's U+2028 as it is."""
+    answer = json.loads((DATA / "vllm-server/on/chat.json").read_text())
+    answer["choices"][0]["message"]["content"] = "one\u2028two\x85three\x0c"
+    line = json.dumps(answer, ensure_ascii=False)
+    assert records.read(write(tmp_path, f"{line}\n{line}\n")).counters["rounds"] == 8
+    stream = f': ping\r\nevent: x\r\ndata: {{"choices": []}}\r\n\r\ndata:{line}\r\n\r\ndata: [DONE]\r\n'
+    assert records.read(write(tmp_path, stream)).counters["rounds"] == 4
+
+
+def test_servers_without_speculation(tmp_path):
+    line = "[2026-04-05 20:02:51] Decode batch, #running-req: 32, #token: 11179, token usage: 0.08, cuda graph: True, gen throughput (token/s): 1635.11, #queue-req: 0"  # fmt: skip
+    with pytest.raises(Eagle3Error, match="accept len: found none.*does not speculate"):
+        records.read(write(tmp_path, line))
+    with pytest.raises(Eagle3Error, match="num_drafts: found none, expected this column"):
+        records.read(write(tmp_path, "subset,strategy,target_rate,rps_median\nchat,constant,0.1,\n"))
+
+
+def test_a_log_line_whose_drafts_a_grammar_refused(tmp_path):
+    line = (
+        "SpecDecoding metrics: Mean acceptance length: 1.00, Accepted throughput: 0.00 tokens/s, Drafted throughput: 0.00 tokens/s, "
+        "Accepted: 0 tokens, Drafted: 0 tokens, Per-position acceptance rate: 0.000, 0.000, Avg Draft acceptance rate: nan%"
+    )
+    found = records.read(write(tmp_path, line))
+    assert found.counters == {"rounds": 0, "drafted": 0, "accepted": [0, 0]} and found.mean_length is None
+
+
+def test_aiperf_records_of_another_engine(tmp_path):
+    text = (DATA / "aiperf/profile_export.jsonl").read_text().replace('"engine":"vllm"', '"engine":"trtllm"')
+    found = records.read(write(tmp_path, text))
+    assert found.engine == "" and not found.exact and "'trtllm'" in found.notes[-1]
+
+
 def test_no_file_and_no_text(tmp_path):
-    with pytest.raises(Eagle3Error, match="missing: no such file"):
+    with pytest.raises(Eagle3Error, match="found a folder, expected a file"):
+        records.read(tmp_path)
+    with pytest.raises(Eagle3Error, match="missing: found no such file"):
         records.read(tmp_path / "missing")
     (tmp_path / "binary").write_bytes(b"\x93NUMPY\xff\xfe\x00")
     with pytest.raises(Eagle3Error, match="binary: not text"):

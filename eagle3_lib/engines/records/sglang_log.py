@@ -14,6 +14,7 @@ from .document import Document
 from .recorded import Recorded, parse_amount, parse_count
 
 TOOL = "sglang log"
+DECODE = re.compile(r"Decode batch.*?#running-req: \d+")
 LINE = re.compile(r"Decode batch.*?#running-req: (\d+).*?(?<!block )accept len: (-?[\w.]+)")
 ARGUMENT = r"speculative_{name}['\"]?\s*[=:]\s*(\d+)"
 RATE_NOTE = (
@@ -24,7 +25,7 @@ CHAIN_NOTE = "It is not told whether the drafts are a chain or a tree (speculati
 
 
 def recognise(document: Document) -> bool:
-    return not document.values and LINE.search(document.text) is not None
+    return not document.values and DECODE.search(document.text) is not None
 
 
 def read(document: Document, of: str = "") -> Recorded:
@@ -33,8 +34,12 @@ def read(document: Document, of: str = "") -> Recorded:
     Raises:
         Eagle3Error: a length is no number from 1 on.
     """
+    if LINE.search(document.text) is None:
+        raise Eagle3Error(
+            f"{document.where}: accept len: found none, expected this value; the server does not speculate"
+        )
     lengths, weights = [], []
-    for number, text in enumerate(document.text.splitlines(), 1):
+    for number, text in enumerate(document.text.split("\n"), 1):
         found = LINE.search(text)
         if found is None:
             continue
