@@ -339,7 +339,29 @@ def test_specdec_bench(tmp_path):
     assert truth > found.mean_length  # cut at the end: hence exact is False
 
     alone = records.read(shutil.copy(DATA / name, tmp_path / "a.json"))
+    assert "assumed" in alone.notes[0] and "specbench_responses.jsonl" in found.notes[0]
     assert alone.positions is None and alone.counters == found.counters and alone.engine == ""
+
+
+def test_specdec_bench_takes_off_a_prefill_for_each_turn(tmp_path):
+    histogram = {"0": 3, "1": 20, "2": 6}
+    plain = {"Acceptance_Length_Histogram": histogram, "Request_AL": {"0": {"0": 1.2, "1": 1.3}, "1": {"0": 1.1}}}
+    found = records.read(write(tmp_path, json.dumps([plain])))
+    assert found.counters == {"rounds": 23, "accepted": [6]} and found.notes[0].startswith("3 steps of prefill")
+    spec_bench = {"Acceptance_Length_Histogram": histogram, "Request_AL": {"7": 1.2, "8": 1.1}}
+    path = write(tmp_path, json.dumps([spec_bench]))
+    assert records.read(path).counters["rounds"] == 24
+    responses = [{"question_id": 7, "turns": ["a", "b"]}, {"question_id": 8, "turns": ["a", "b", "c"]}]
+    write(tmp_path, "\n".join(map(json.dumps, responses)), "specbench_responses.jsonl")
+    assert records.read(path).counters["rounds"] == 21
+    write(tmp_path, json.dumps({"mtbench": "questions.jsonl", "concurrency": 8}), "configuration.json")
+    found = records.read(path)
+    assert found.counters["rounds"] == 22 and any(note.startswith("Concurrency 8") for note in found.notes)
+    tree = {"engine": "SGLANG", "runtime_params": {"engine_args": {"speculative_eagle_topk": 4}}}
+    write(tmp_path, json.dumps({**tree, "draft_length": 5, "speculative_algorithm": "EAGLE3"}), "configuration.json")
+    found = records.read(path)
+    assert (found.engine, found.positions, found.counters, found.mean_length) == ("sglang", None, None, None)
+    assert "tree" in found.warnings[0]
 
 
 def test_specdec_bench_lengths_that_never_occur(tmp_path):
@@ -724,7 +746,7 @@ def test_answers_of_two_servers(tmp_path):
         ("vllm-bench/chat_c1.json", "[0.26614481409001955", "[NaN", "spec_decode_per_position_acceptance_rates: found nan"),
         ("specdec_bench/acceptance_rate.json", '"1": 389', '"1": 5', "at least one step of prefill"),
         ("specdec_bench/acceptance_rate.json", '"1": 389', '"1": -5', "Acceptance_Length_Histogram: 1: found -5"),
-        ("specdec_bench/acceptance_rate.json", '"5": 8', '"0": 8', "Acceptance_Length_Histogram: found '0'"),
+        ("specdec_bench/acceptance_rate.json", '"5": 8', '"x": 8', "Acceptance_Length_Histogram: found 'x'"),
         ("aiperf/profile_export_aiperf.json", '"0": 293', '"0": 294', "expected total_spec_decode_steps = 412"),
         ("aiperf/profile_export_aiperf.json", '"4": 8', '"5": 8', "found 5 accepted, expected at most K = 4"),
         ("aiperf/server_metrics_export.json", '"total": 119.0', '"total": 500.0', "accepted at position 0: found 500"),
