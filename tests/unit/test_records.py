@@ -508,6 +508,12 @@ def test_specforge_without_speculation(tmp_path):
         records.read(write(tmp_path, json.dumps(matrix)))
 
 
+def test_the_page_has_every_tool_and_its_files():
+    page = (ROOT / "docs/records.md").read_text()
+    for reader in READERS:
+        assert f"\n| {reader.TOOL} |".lower() in page.lower(), reader.TOOL
+
+
 # ---------------------------------------------------------------------------------------------------------- scrapes
 
 
@@ -608,6 +614,8 @@ def test_a_server_that_does_not_speculate(tmp_path):
         ("", "the file is empty"),
         ("  \n\n", "the file is empty"),
         ("hello\nworld\n", "found none of the known formats"),
+        ("[" * 600 + "]" * 600, "found none of the known formats"),
+        ('{"question_id": 1, "choices": [{"index": 0, "turns": ["a"]}]}', "found none of the known formats"),
         ('{"a": 1}', "found none of the known formats"),
         ("[]", "found none of the known formats"),
         ("3", "found none of the known formats"),

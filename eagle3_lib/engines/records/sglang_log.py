@@ -10,6 +10,7 @@ scheduler_components/metrics_reporter.py): "accept len" is (accepted + rounds) /
 import re
 
 from ...errors import Eagle3Error
+from ..sglang.spec import SPEC
 from .document import Document
 from .recorded import Recorded, parse_amount, parse_count
 
@@ -17,9 +18,10 @@ TOOL = "sglang log"
 DECODE = re.compile(r"Decode batch.*?#running-req: \d+")
 LINE = re.compile(r"Decode batch.*?#running-req: (\d+).*?(?<!block )accept len: (-?[\w.]+)")
 ARGUMENT = r"speculative_{name}['\"]?\s*[=:]\s*(\d+)"
+WITHOUT_BONUS = next(row.since for row in SPEC.definitions if not row.bonus_in_rate)
 RATE_NOTE = (
-    "accept rate is not read: before SGLang 0.5.11 it counts the bonus token, from then on it does not, and {source} does not "
-    "tell its version. In this project's definition the rate of a chain is (mean length - 1) / K."
+    f"accept rate is not read: before SGLang {'.'.join(map(str, WITHOUT_BONUS))} it counts the bonus token, from then on it does "
+    "not, and {source} does not tell its version. In this project's definition the rate of a chain is (mean length - 1) / K."
 )
 CHAIN_NOTE = "It is not told whether the drafts are a chain or a tree (speculative_eagle_topk)."
 
