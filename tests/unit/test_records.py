@@ -181,6 +181,20 @@ def test_chunks_of_one_stream(name, tmp_path):
     assert found.requests[0]["output_tokens"] == row["completion_tokens"]
 
 
+def test_a_stream_whose_first_chunk_holds_several_tokens(tmp_path):
+    text = without_records((DATA / "vllm-server/on/chat_stream.txt").read_text())
+    first, second = [line for line in text.splitlines() if '"token_ids":[' in line and "prompt_token_ids" not in line][
+        :2
+    ]
+    joined = json.loads(second[6:])
+    joined["choices"][0]["token_ids"] = (
+        json.loads(first[6:])["choices"][0]["token_ids"] + joined["choices"][0]["token_ids"]
+    )
+    text = text.replace(first, "").replace(second, f"data: {json.dumps(joined)}")
+    found = records.read(write(tmp_path, text))
+    assert found.counters["rounds"] == 3 and found.warnings[0].startswith("1 answers begin with several tokens")
+
+
 def test_an_answer_ended_by_a_stop_string_has_no_record():
     found = records.read(DATA / "vllm-server/on/stop_string_stream.txt")
     assert EXPECTED["vllm-server/on/stop_string_stream.txt"]["told"] is None and not found.exact

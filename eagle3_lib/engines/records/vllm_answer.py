@@ -144,6 +144,12 @@ def _from_chunks(answers: list[Answer], where: str) -> Recorded:
     ]
     histograms = [histogram_of(request["accepted"], None) for request in requests]
     told = counters_of_histogram(add_up(histograms), None, None)
+    joined = sum(answer.chunks[0] > 1 for answer in shown)
+    warnings = []
+    if joined:
+        warnings.append(
+            f"{joined} answers begin with several tokens in one chunk: rounds beside prefill's token are lost there."
+        )
     is_vllm = all(answer.server.startswith("vllm-") for answer in shown)
     return Recorded(
         TOOL,
@@ -161,4 +167,5 @@ def _from_chunks(answers: list[Answer], where: str) -> Recorded:
             "difference of two scrapes of /metrics on a quiet server shows it.",
             "K is not told, nor whether the drafts are a chain or a tree.",
         ],
+        warnings=warnings,
     )
