@@ -181,6 +181,20 @@ def test_chunks_of_one_stream(name, tmp_path):
     assert found.requests[0]["output_tokens"] == row["completion_tokens"]
 
 
+def test_a_stream_whose_first_chunk_holds_several_tokens(tmp_path):
+    text = without_records((DATA / "vllm-server/on/chat_stream.txt").read_text())
+    first, second = [line for line in text.splitlines() if '"token_ids":[' in line and "prompt_token_ids" not in line][
+        :2
+    ]
+    joined = json.loads(second[6:])
+    joined["choices"][0]["token_ids"] = (
+        json.loads(first[6:])["choices"][0]["token_ids"] + joined["choices"][0]["token_ids"]
+    )
+    text = text.replace(first, "").replace(second, f"data: {json.dumps(joined)}")
+    found = records.read(write(tmp_path, text))
+    assert found.counters["rounds"] == 3 and found.warnings[0].startswith("1 answers begin with several tokens")
+
+
 def test_an_answer_ended_by_a_stop_string_has_no_record():
     found = records.read(DATA / "vllm-server/on/stop_string_stream.txt")
     assert EXPECTED["vllm-server/on/stop_string_stream.txt"]["told"] is None and not found.exact
@@ -339,7 +353,29 @@ def test_specdec_bench(tmp_path):
     assert truth > found.mean_length  # cut at the end: hence exact is False
 
     alone = records.read(shutil.copy(DATA / name, tmp_path / "a.json"))
+    assert "assumed" in alone.notes[0] and "specbench_responses.jsonl" in found.notes[0]
     assert alone.positions is None and alone.counters == found.counters and alone.engine == ""
+
+
+def test_specdec_bench_takes_off_a_prefill_for_each_turn(tmp_path):
+    histogram = {"0": 3, "1": 20, "2": 6}
+    plain = {"Acceptance_Length_Histogram": histogram, "Request_AL": {"0": {"0": 1.2, "1": 1.3}, "1": {"0": 1.1}}}
+    found = records.read(write(tmp_path, json.dumps([plain])))
+    assert found.counters == {"rounds": 23, "accepted": [6]} and found.notes[0].startswith("3 steps of prefill")
+    spec_bench = {"Acceptance_Length_Histogram": histogram, "Request_AL": {"7": 1.2, "8": 1.1}}
+    path = write(tmp_path, json.dumps([spec_bench]))
+    assert records.read(path).counters["rounds"] == 24
+    responses = [{"question_id": 7, "turns": ["a", "b"]}, {"question_id": 8, "turns": ["a", "b", "c"]}]
+    write(tmp_path, "\n".join(map(json.dumps, responses)), "specbench_responses.jsonl")
+    assert records.read(path).counters["rounds"] == 21
+    write(tmp_path, json.dumps({"mtbench": "questions.jsonl", "concurrency": 8}), "configuration.json")
+    found = records.read(path)
+    assert found.counters["rounds"] == 22 and any(note.startswith("Concurrency 8") for note in found.notes)
+    tree = {"engine": "SGLANG", "runtime_params": {"engine_args": {"speculative_eagle_topk": 4}}}
+    write(tmp_path, json.dumps({**tree, "draft_length": 5, "speculative_algorithm": "EAGLE3"}), "configuration.json")
+    found = records.read(path)
+    assert (found.engine, found.positions, found.counters, found.mean_length) == ("sglang", None, None, None)
+    assert "tree" in found.warnings[0]
 
 
 def test_specdec_bench_lengths_that_never_occur(tmp_path):
@@ -486,6 +522,12 @@ def test_specforge_without_speculation(tmp_path):
         records.read(write(tmp_path, json.dumps(matrix)))
 
 
+def test_the_page_has_every_tool_and_its_files():
+    page = (ROOT / "docs/records.md").read_text()
+    for reader in READERS:
+        assert f"\n| {reader.TOOL} |".lower() in page.lower(), reader.TOOL
+
+
 # ---------------------------------------------------------------------------------------------------------- scrapes
 
 
@@ -586,6 +628,8 @@ def test_a_server_that_does_not_speculate(tmp_path):
         ("", "the file is empty"),
         ("  \n\n", "the file is empty"),
         ("hello\nworld\n", "found none of the known formats"),
+        ("[" * 600 + "]" * 600, "found none of the known formats"),
+        ('{"question_id": 1, "choices": [{"index": 0, "turns": ["a"]}]}', "found none of the known formats"),
         ('{"a": 1}', "found none of the known formats"),
         ("[]", "found none of the known formats"),
         ("3", "found none of the known formats"),
@@ -602,8 +646,43 @@ def test_what_is_none_of_these_files(text, message, tmp_path):
         records.read(write(tmp_path, text))
 
 
+def test_text_that_holds_other_line_ends(tmp_path):
+    """vLLM and AIPerf write an answer's U+2028 as it is."""
+    answer = json.loads((DATA / "vllm-server/on/chat.json").read_text())
+    answer["choices"][0]["message"]["content"] = "one\u2028two\x85three\x0c"
+    line = json.dumps(answer, ensure_ascii=False)
+    assert records.read(write(tmp_path, f"{line}\n{line}\n")).counters["rounds"] == 8
+    stream = f': ping\r\nevent: x\r\ndata: {{"choices": []}}\r\n\r\ndata:{line}\r\n\r\ndata: [DONE]\r\n'
+    assert records.read(write(tmp_path, stream)).counters["rounds"] == 4
+
+
+def test_servers_without_speculation(tmp_path):
+    line = "[2026-04-05 20:02:51] Decode batch, #running-req: 32, #token: 11179, token usage: 0.08, cuda graph: True, gen throughput (token/s): 1635.11, #queue-req: 0"  # fmt: skip
+    with pytest.raises(Eagle3Error, match="accept len: found none.*does not speculate"):
+        records.read(write(tmp_path, line))
+    with pytest.raises(Eagle3Error, match="num_drafts: found none, expected this column"):
+        records.read(write(tmp_path, "subset,strategy,target_rate,rps_median\nchat,constant,0.1,\n"))
+
+
+def test_a_log_line_whose_drafts_a_grammar_refused(tmp_path):
+    line = (
+        "SpecDecoding metrics: Mean acceptance length: 1.00, Accepted throughput: 0.00 tokens/s, Drafted throughput: 0.00 tokens/s, "
+        "Accepted: 0 tokens, Drafted: 0 tokens, Per-position acceptance rate: 0.000, 0.000, Avg Draft acceptance rate: nan%"
+    )
+    found = records.read(write(tmp_path, line))
+    assert found.counters == {"rounds": 0, "drafted": 0, "accepted": [0, 0]} and found.mean_length is None
+
+
+def test_aiperf_records_of_another_engine(tmp_path):
+    text = (DATA / "aiperf/profile_export.jsonl").read_text().replace('"engine":"vllm"', '"engine":"trtllm"')
+    found = records.read(write(tmp_path, text))
+    assert found.engine == "" and not found.exact and "'trtllm'" in found.notes[-1]
+
+
 def test_no_file_and_no_text(tmp_path):
-    with pytest.raises(Eagle3Error, match="missing: no such file"):
+    with pytest.raises(Eagle3Error, match="found a folder, expected a file"):
+        records.read(tmp_path)
+    with pytest.raises(Eagle3Error, match="missing: found no such file"):
         records.read(tmp_path / "missing")
     (tmp_path / "binary").write_bytes(b"\x93NUMPY\xff\xfe\x00")
     with pytest.raises(Eagle3Error, match="binary: not text"):
@@ -689,7 +768,7 @@ def test_answers_of_two_servers(tmp_path):
         ("vllm-bench/chat_c1.json", "[0.26614481409001955", "[NaN", "spec_decode_per_position_acceptance_rates: found nan"),
         ("specdec_bench/acceptance_rate.json", '"1": 389', '"1": 5', "at least one step of prefill"),
         ("specdec_bench/acceptance_rate.json", '"1": 389', '"1": -5', "Acceptance_Length_Histogram: 1: found -5"),
-        ("specdec_bench/acceptance_rate.json", '"5": 8', '"0": 8', "Acceptance_Length_Histogram: found '0'"),
+        ("specdec_bench/acceptance_rate.json", '"5": 8', '"x": 8', "Acceptance_Length_Histogram: found 'x'"),
         ("aiperf/profile_export_aiperf.json", '"0": 293', '"0": 294', "expected total_spec_decode_steps = 412"),
         ("aiperf/profile_export_aiperf.json", '"4": 8', '"5": 8', "found 5 accepted, expected at most K = 4"),
         ("aiperf/server_metrics_export.json", '"total": 119.0', '"total": 500.0', "accepted at position 0: found 500"),

@@ -8,6 +8,7 @@ counters have no _total, and stats.total is the increase.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ...errors import Eagle3Error
@@ -42,6 +43,7 @@ TOOL = "aiperf"
 RECORD, POOLED = "spec_decode_acceptance", "pooled_spec_decode_acceptance_histogram"
 STEPS, TAKEN, PROPOSED = "total_spec_decode_steps", "total_accepted_draft_tokens", "total_draft_tokens"
 LENGTH, PER_VERIFIED = "spec_decode_acceptance_length", "spec_decode_accepted_per_verified"
+ENGINES = ("vllm", "sglang")
 ABSENT = (
     "start vLLM with --per-request-spec-decode-metrics detailed; answers without metrics (stop string, n > 1) have none"
 )
@@ -94,7 +96,12 @@ def _records(document: Document) -> Recorded:
         notes.append(f"{without} of {without + len(records)} answers hold no record and are left out.")
     if warm_up:
         notes.append(f"{warm_up} answers of the warm-up are left out.")
-    return together(TOOL, engines.pop() if len(engines) == 1 else "", records, document.where, notes)
+    engine = engines.pop() if len(engines) == 1 else ""
+    found = together(TOOL, engine if engine in ENGINES else "", records, document.where, notes)
+    if engine == "vllm":
+        return found
+    unread = f"The records are of engine {engine!r}; what its fields mean was read for vLLM alone."
+    return replace(found, exact=False, notes=[*found.notes, unread])
 
 
 def _profile(values: Mapping[str, Any], where: str) -> Recorded:

@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import Eagle3Error
 from ...paths import project_path, short_path
 
-EVENT = re.compile(r"^data: ?(.*)$", re.MULTILINE)  # of a server-sent event stream
+EVENT = re.compile(r"^data: ?(\{.*)$", re.MULTILINE)  # of a server-sent event stream
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ def open_document(path: str | Path) -> Document:
     path = project_path(path)
     where = short_path(path)
     if not path.is_file():
-        raise Eagle3Error(f"{where}: no such file")
+        raise Eagle3Error(f"{where}: found {'a folder' if path.is_dir() else 'no such file'}, expected a file")
     try:
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Eagle3Error(f"{where}: not text: {error}") from error
     if not text.strip():
         raise Eagle3Error(f"{where}: the file is empty")
-    if EVENT.match(text.lstrip()):
+    if EVENT.search(text):
         return _open_stream(path, where, text)
     try:
         return Document(path, where, text, [json.loads(text)], [where])
@@ -59,17 +59,16 @@ def open_document(path: str | Path) -> Document:
 
 def _open_stream(path: Path, where: str, text: str) -> Document:
     values, places = [], []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would split at U+2028 inside an answer
         event = EVENT.match(line)
-        if event is None or event[1].strip() in ("", "[DONE]"):
-            continue
-        values.append(_load(event[1], f"{where}: line {number}"))
-        places.append(f"{where}: line {number}")
+        if event:
+            values.append(_load(event[1], f"{where}: line {number}"))
+            places.append(f"{where}: line {number}")
     return Document(path, where, text, values, places, is_stream=True)
 
 
 def _open_lines(path: Path, where: str, text: str, fault: str) -> Document:
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     first = lines[0][1].strip()
     if not first.startswith("{"):
         is_json = bool(re.match(r"\[\s*([\[{]|$)", first))  # a log line may begin with [2026-11-30

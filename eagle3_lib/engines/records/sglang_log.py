@@ -10,21 +10,24 @@ scheduler_components/metrics_reporter.py): "accept len" is (accepted + rounds) /
 import re
 
 from ...errors import Eagle3Error
+from ..sglang.spec import SPEC
 from .document import Document
 from .recorded import Recorded, parse_amount, parse_count
 
 TOOL = "sglang log"
+DECODE = re.compile(r"Decode batch.*?#running-req: \d+")
 LINE = re.compile(r"Decode batch.*?#running-req: (\d+).*?(?<!block )accept len: (-?[\w.]+)")
 ARGUMENT = r"speculative_{name}['\"]?\s*[=:]\s*(\d+)"
+WITHOUT_BONUS = next(row.since for row in SPEC.definitions if not row.bonus_in_rate)
 RATE_NOTE = (
-    "accept rate is not read: before SGLang 0.5.11 it counts the bonus token, from then on it does not, and {source} does not "
-    "tell its version. In this project's definition the rate of a chain is (mean length - 1) / K."
+    f"accept rate is not read: before SGLang {'.'.join(map(str, WITHOUT_BONUS))} it counts the bonus token, from then on it does "
+    "not, and {source} does not tell its version. In this project's definition the rate of a chain is (mean length - 1) / K."
 )
 CHAIN_NOTE = "It is not told whether the drafts are a chain or a tree (speculative_eagle_topk)."
 
 
 def recognise(document: Document) -> bool:
-    return not document.values and LINE.search(document.text) is not None
+    return not document.values and DECODE.search(document.text) is not None
 
 
 def read(document: Document, of: str = "") -> Recorded:
@@ -33,8 +36,12 @@ def read(document: Document, of: str = "") -> Recorded:
     Raises:
         Eagle3Error: a length is no number from 1 on.
     """
+    if LINE.search(document.text) is None:
+        raise Eagle3Error(
+            f"{document.where}: accept len: found none, expected this value; the server does not speculate"
+        )
     lengths, weights = [], []
-    for number, text in enumerate(document.text.splitlines(), 1):
+    for number, text in enumerate(document.text.split("\n"), 1):
         found = LINE.search(text)
         if found is None:
             continue

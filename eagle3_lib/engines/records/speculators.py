@@ -32,7 +32,11 @@ Row = tuple[str, int, int, int, tuple[float, ...]]  # subset, rounds, drafted, a
 
 def recognise(document: Document) -> bool:
     header = document.text.lstrip().split("\n", 1)[0]
-    return not document.values and header.startswith(f"{SUBSET},") and ROUNDS in header.strip().split(",")
+    return (
+        not document.values
+        and header.startswith(f"{SUBSET},")
+        and bool({ROUNDS, "rps_median"} & set(header.split(",")))
+    )
 
 
 def read(document: Document, of: str = "") -> Recorded:
@@ -43,7 +47,7 @@ def read(document: Document, of: str = "") -> Recorded:
     """
     reader = csv.DictReader(io.StringIO(document.text))
     header = list(reader.fieldnames or [])
-    missing = [name for name in (DRAFTED, ACCEPTED, LENGTH, "acceptance_at_pos_0") if name not in header]
+    missing = [name for name in (ROUNDS, DRAFTED, ACCEPTED, LENGTH, "acceptance_at_pos_0") if name not in header]
     if missing:
         raise Eagle3Error(f"{document.where}: {missing[0]}: found none, expected this column")
     is_sweep = "strategy" in header

@@ -79,19 +79,22 @@ def _answers(document: Document) -> Iterator[Answer]:
 
 
 def _holders(value: Any, where: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every object in a JSON value that is an answer, or holds a record."""
-    if isinstance(value, list):
-        for place, part in enumerate(value):
-            yield from _holders(part, f"{where}: [{place}]")
-    if not isinstance(value, dict):
-        return
+    """Every object in a JSON value that is an answer, or holds a record, in the order of the file."""
+    todo = [(value, where)]
+    while todo:
+        part, place = todo.pop()
+        if isinstance(part, list):
+            todo += [(inner, f"{place}: [{number}]") for number, inner in enumerate(part)][::-1]
+        elif isinstance(part, dict) and _is_holder(part):
+            yield part, place
+        elif isinstance(part, dict):
+            todo += [(inner, f"{place}: {name}") for name, inner in part.items()][::-1]
+
+
+def _is_holder(value: dict[str, Any]) -> bool:
     metrics = value.get("metrics")
-    holds = isinstance(metrics, dict) and RECORD in metrics
-    if holds or RECORD in value or isinstance(value.get("choices"), list):
-        yield value, where
-        return
-    for name, part in value.items():
-        yield from _holders(part, f"{where}: {name}")
+    is_answer = isinstance(value.get("choices"), list) and ("object" in value or "usage" in value)
+    return is_answer or RECORD in value or (isinstance(metrics, dict) and RECORD in metrics)
 
 
 def _answer(holder: dict[str, Any], where: str, is_stream: bool) -> Answer:
@@ -141,6 +144,12 @@ def _from_chunks(answers: list[Answer], where: str) -> Recorded:
     ]
     histograms = [histogram_of(request["accepted"], None) for request in requests]
     told = counters_of_histogram(add_up(histograms), None, None)
+    joined = sum(answer.chunks[0] > 1 for answer in shown)
+    warnings = []
+    if joined:
+        warnings.append(
+            f"{joined} answers begin with several tokens in one chunk: rounds beside prefill's token are lost there."
+        )
     is_vllm = all(answer.server.startswith("vllm-") for answer in shown)
     return Recorded(
         TOOL,
@@ -158,4 +167,5 @@ def _from_chunks(answers: list[Answer], where: str) -> Recorded:
             "difference of two scrapes of /metrics on a quiet server shows it.",
             "K is not told, nor whether the drafts are a chain or a tree.",
         ],
+        warnings=warnings,
     )

@@ -48,7 +48,7 @@ def read(document: Document, of: str = "") -> Recorded:
         Eagle3Error: a line is cut off, its numbers fit no number of rounds, or lines differ in K.
     """
     lines = []
-    for number, text in enumerate(document.text.splitlines(), 1):
+    for number, text in enumerate(document.text.split("\n"), 1):
         found = LINE.search(text)
         if found:
             lines.append(_line(found[0], f"{document.where}: line {number}"))
@@ -101,10 +101,13 @@ def _line(text: str, where: str) -> Line:
 
 def _fit(length: float, accepted: int, drafted: int, rates: list[float], where: str) -> Line:
     """Every number of rounds that rounds to what a line shows."""
+    if not drafted and not accepted:  # a grammar refused all drafts: no round
+        return Line(0, 0, 0, [0] * len(rates), True)
     fewest, most = -(-drafted // len(rates)), drafted
     if accepted:
         fewest = max(fewest, int(accepted / (length - 1 + HALF_LENGTH)))
-        most = min(most, int(accepted / max(length - 1 - HALF_LENGTH, SLACK)) + 1)
+        shown_most = length - 1 - HALF_LENGTH
+        most = int(accepted / shown_most) + 1 if shown_most > 0 else drafted
     fitting = []
     for rounds in range(max(fewest, 1), most + 1):
         if abs(1 + accepted / rounds - length) > HALF_LENGTH + SLACK:

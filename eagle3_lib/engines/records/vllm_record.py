@@ -86,6 +86,8 @@ def read_record(values: Any, name: RequestId, output_tokens: Any, where: str) ->
         kept = accepted if by_round is None else [a for a, d in zip(accepted, by_round, strict=True) if d]
         histogram = histogram_of(kept, positions)
     assert histogram is not None
+    if positions is not None:
+        histogram = [*histogram, *[0] * (positions + 1 - len(histogram))]
     _refuse_histogram(histogram, rounds - empty, total, positions, where)
     tokens = None if output_tokens is None else count(output_tokens, f"{where}: completion_tokens")
     return Record(name, positions, accepted, by_round, histogram, drafted, empty, tokens)
