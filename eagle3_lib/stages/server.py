@@ -212,9 +212,16 @@ def _check_model(
     compared = emitted.plain(target, layer, answers, how)
     wrong, tokens = compared["not_greedy"] or 0, compared["tokens"]
     if wrong > OTHER_MODEL * tokens:
+        now = running.busy(server)
+        others = (
+            f" {now.running} requests of others are under way: ask again when it is idle."
+            if now and now.running
+            else ""
+        )
         raise Eagle3Error(
-            f"model: {wrong} of {tokens} greedy tokens of the served model are not those of {params.target}; expected the "
-            f"target that the server was started with"
+            f"model: {wrong} of {tokens} greedy tokens that the server gave are not those of {params.target}. Either it serves "
+            f"another model (another checkpoint, quantised, finetuned), or it computes this one wrongly now.{others} Expected "
+            f"the folder that the server was started with"
         )
     if wrong:
         return [

@@ -510,7 +510,20 @@ def _as_correct(case: _Case) -> Verdict:
         evidence["rounds_needed"] = needed
         return case.verdict(NOT_ENOUGH, f"{_so_far(case)} {would_decide(needed, len(table))}", not_excluded=left)
     kind, sentence = _strength(case)
+    doubt = suspects.unsettled(evidence["config"], len(table)) if kind == WEAK else None
+    if doubt:
+        evidence["rounds_needed"] = doubt[1]
+        return case.verdict(NOT_ENOUGH, f"{_so_far(case)} {weak_or_config(*doubt)}", not_excluded=left)
     return case.verdict(kind, f"{sentence}{said_open(left)}", not_excluded=left)
+
+
+def weak_or_config(suspect: Score, needed: int) -> str:
+    """Why a weak drafter is not called weak yet."""
+    return (
+        f"The drafter is weak on this text, or config.json does not describe it: with {suspect['field']} = {suspect['value']} a "
+        f"correct engine would accept {suspect['accepted']:.2f} drafts a round against {suspect['of_config']:.2f}, which may be "
+        f"chance in {suspect['requests']} requests. About {needed} rounds would decide."
+    )
 
 
 def rounds_needed(departing: int, can_tell: int, compared: int, noise: float) -> int | None:

@@ -583,6 +583,10 @@ def _strength(case: _Case, correct: Count, rounds: NDArray[Any], left: list[NotE
     said = f"{_rates(case)} ({case.source}: {_unlike(correct)})."
     limits = f" From {case.source}, a fault that holds in a part of the run, or leaves the counts as they are, is not excluded."
     open_ = diagnose.said_open(left) + limits
+    doubt = suspects.unsettled(case.scores, len(rounds)) if weak else None
+    if doubt:
+        case.evidence["rounds_needed"] = doubt[1]
+        return case.verdict(diagnose.NOT_ENOUGH, f"{said} {diagnose.weak_or_config(*doubt)}", not_excluded=left)
     if weak:
         sentence = f"{said} The drafter is weak on this text: {reach}{against}.{open_}"
         return case.verdict(diagnose.WEAK, sentence, not_excluded=left)
