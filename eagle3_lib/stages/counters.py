@@ -5,8 +5,8 @@ They can raise an alarm and never clear an engine or name a fault (:func:`eagle3
 
 from pathlib import Path
 
-from ..engines import records
-from ..engines.records import Recorded
+from ..engines.records import reading
+from ..engines.records.recorded import Recorded
 from ..errors import Eagle3Error
 from ..paths import project_path, short_path
 from ..verdict import acceptance, diagnose, pooled, replayed
@@ -35,7 +35,7 @@ def run(
         Eagle3Error: a file that is none of those known, K that the file contradicts, or a reference with another K.
     """
     path = project_path(file)
-    found = records.read_difference(project_path(since), path) if since else records.read(path)
+    found = reading.read_difference(project_path(since), path) if since else reading.read(path)
     if positions and found.positions and positions != found.positions:
         raise Eagle3Error(f"--k: found {positions}, expected {found.positions} as {short_path(path)} tells")
     verdict = _verdict(found, found.positions or positions, reference, drafter, short_path(path))

@@ -8,14 +8,18 @@ import papermill
 import pytest
 import yaml
 
-from eagle3_lib.params import STAGES, Run
+from eagle3_lib.params import STAGES, Run, ServerParams
 from eagle3_lib.paths import ROOT
 from recipes.tiny_mla import TinyMlaParams
 
-STAGE_NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+STAGE_NOTEBOOKS = sorted((ROOT / "notebooks").glob("0[1-9]*.ipynb"))
+SERVER = ROOT / "notebooks" / "00_diagnose_server.ipynb"  # of no run: it stands alone
 STAGE_OF = dict(zip([path.stem for path in STAGE_NOTEBOOKS], STAGES, strict=True))
-NOTEBOOKS = STAGE_NOTEBOOKS + sorted((ROOT / "notebooks" / "recipes").glob("*.ipynb"))
-MODEL_OF = {stem: STAGES[stage] for stem, stage in STAGE_OF.items()} | {"tiny_mla_target": TinyMlaParams}
+NOTEBOOKS = [SERVER, *STAGE_NOTEBOOKS] + sorted((ROOT / "notebooks" / "recipes").glob("*.ipynb"))
+MODEL_OF = {stem: STAGES[stage] for stem, stage in STAGE_OF.items()} | {
+    "tiny_mla_target": TinyMlaParams,
+    SERVER.stem: ServerParams,
+}
 
 
 def test_one_notebook_a_stage_in_order():
@@ -41,7 +45,7 @@ def test_notebooks_are_thin_and_clean(path):
     notebook = nbformat.read(path, 4)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3" and notebook.metadata.language_info.name == "python"
-    assert notebook.cells[0].source.startswith(f"# {path.stem[:2]} " if path.stem in STAGE_OF else "# Recipe: ")
+    assert notebook.cells[0].source.startswith(f"# {path.stem[:2]} " if path.stem[:2].isdecimal() else "# Recipe: ")
     for cell in notebook.cells:
         if cell.cell_type == "code":
             assert not cell.outputs and cell.execution_count is None

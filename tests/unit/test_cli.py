@@ -20,7 +20,8 @@ from eagle3_lib.targets.targets import SMOLLM2
 from eagle3_lib.verdict import faults
 
 BASE = "drafters/smollm2-135m-eagle3"
-RECORDED = Path(__file__).parents[1] / "data" / "vllm_cpu_replay.json"
+DATA = Path(__file__).parents[1] / "data"
+RECORDED = DATA / "vllm_cpu_replay.json"
 PUBLISHED = ROOT / "reports" / "quickstart"
 COMMANDS = ("run", "plan", "publish", "diagnose", "audit", "export", "shim", "catalogue")
 
@@ -140,15 +141,58 @@ def test_diagnose_a_benchmark_of_anybodys(benchmark, tmp_path, target_folder):
     assert f"vllm  {verdict['kind']}: smollm2-135m-eagle3: " in told and verdict["sentence"] in told
     assert verdict["kind"] == "healthy"
     assert (tmp_path / "out" / "replay.json").is_file()
-    refused = eagle3("diagnose", *words[:-1], "models/other", code=1)
+    refused = eagle3("diagnose", *words[:-1], "models/other", code=4)
     assert f"target: found '{SMOLLM2}', expected 'models/other'" in refused.stderr
 
 
-def test_diagnose_takes_a_run_or_a_benchmark(benchmark):
-    assert "either RUN or --benchmark" in eagle3("diagnose", code=2).stderr
-    assert "either RUN or --benchmark" in eagle3("diagnose", "quickstart", "--benchmark", benchmark, code=2).stderr
-    assert "needs --drafter and --target" in eagle3("diagnose", "--benchmark", benchmark, code=2).stderr
-    assert "go with --benchmark" in eagle3("diagnose", "quickstart", "--drafter", BASE, code=2).stderr
+def test_diagnose_takes_one_of_four(benchmark):
+    expected = "expected one of RUN, --url, --benchmark, --metrics"
+    assert f"found none, {expected}" in flat(eagle3("diagnose", code=4).stderr)
+    assert f"found RUN and --url, {expected}" in flat(eagle3("diagnose", "quickstart", "--url", "x", code=4).stderr)
+    assert "--benchmark needs --drafter and --target" in flat(
+        eagle3("diagnose", "--benchmark", benchmark, code=4).stderr
+    )
+    assert "go without RUN" in flat(eagle3("diagnose", "quickstart", "--drafter", BASE, code=4).stderr)
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--url", "http://127.0.0.1:9"], "cannot be reached"),
+        (["--url", "ftp://host"], "expected http://HOST:PORT"),
+        (
+            ["--url", "http://127.0.0.1:9", "--api-key-env", "NOT_SET_HERE"],
+            "found no environment variable NOT_SET_HERE",
+        ),
+        (["--url", "http://127.0.0.1:9", "--header-env", "X-Team"], "expected HEADER=VARIABLE"),
+        (["--metrics", "README.md"], "found none of the known formats"),
+        (["--metrics", "nowhere.txt"], "nowhere.txt"),
+        (["--an-option"], "No such option"),
+    ],
+)
+def test_an_error_of_diagnose_is_no_verdict(words, said):
+    both = ["--drafter", BASE, "--target", SMOLLM2] if "--url" in words else []
+    assert said in flat(eagle3("diagnose", *words, *both, code=4).stderr)
+
+
+def test_an_unforeseen_error_of_diagnose_is_no_verdict(monkeypatch):
+    def fails(*_):
+        raise KeyError("something")
+
+    monkeypatch.setattr(cli, "_diagnose_metrics", fails)
+    assert "KeyError: 'something'" in eagle3("diagnose", "--metrics", "x", code=4).stderr
+
+
+def test_diagnose_metrics_of_another_tool():
+    """AIPerf's record of a real run of the base drafter: its mean length with an interval, against a gate."""
+    file = DATA / "records" / "aiperf" / "profile_export.jsonl"
+    told = flat(eagle3("diagnose", "--metrics", file, "--expect-length", "1.2", code=3).stdout)
+    assert "cannot tell" in told and "1.46 tokens a round" in told and "met: a mean acceptance length of 1.2" in told
+    assert "K = 4" in told and "Exit code 3" in told
 
 
 def run_in(folder: Path) -> Path:
@@ -170,7 +214,7 @@ def run_in(folder: Path) -> Path:
 
 
 def test_diagnose_a_run_that_has_measured_nothing(tmp_path):
-    told = eagle3("diagnose", run_in(tmp_path), code=1).stderr
+    told = eagle3("diagnose", run_in(tmp_path), code=4).stderr
     assert "found no benchmark.json of drafters base, later in engines vllm" in told
 
 
@@ -211,7 +255,7 @@ def test_diagnose_a_run_with_what_the_quickstart_measured(tmp_path, target_folde
     for name, values in found.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(json.dumps(values))
-    told = eagle3("diagnose", run_in(tmp_path)).stdout
+    told = eagle3("diagnose", run_in(tmp_path), code=3).stdout  # not enough data
     report = json.loads((tmp_path / "diagnose" / "report.json").read_text())
     (verdict,) = report["engines"]["vllm"]["verdicts"]
     assert told.startswith(f"vllm  {verdict['kind']}: {verdict['sentence']}\n") and "report: report.json" in told

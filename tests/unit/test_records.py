@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from eagle3_lib.engines import records
-from eagle3_lib.engines.records import READERS
+from eagle3_lib.engines.records import reading as records
+from eagle3_lib.engines.records.reading import READERS
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.paths import ROOT
 from eagle3_lib.verdict import acceptance
