@@ -18,9 +18,10 @@ from test_registry import offered
 
 from eagle3_lib.compat import audit, launch, rules
 from eagle3_lib.drafter import checkpoint
-from eagle3_lib.engines import base, serving
+from eagle3_lib.engines import base, running, serving
 from eagle3_lib.engines.registry import ENGINES
 from eagle3_lib.engines.spec import Engine
+from eagle3_lib.engines.told import Card
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import BenchmarkParams
 from eagle3_lib.paths import ROOT
@@ -89,17 +90,17 @@ def test_an_engine_version(tmp_path, monkeypatch):
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
     """The package of the page in a temporary folder, registered."""
-    spec, server, line = blocks("An engine")
+    spec, server, told, line = blocks("An engine")
     package = tmp_path / "toy"
     package.mkdir()
-    for name, code in (("__init__", ""), ("spec", spec), ("server", server)):
+    for name, code in (("__init__", ""), ("spec", spec), ("server", server), ("told", told)):
         (package / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(ROOT)
     engine = run(line)["ENGINE"]
     monkeypatch.setitem(ENGINES, "toy", engine)
     yield engine
-    for name in ("toy", "toy.spec", "toy.server"):
+    for name in ("toy", "toy.spec", "toy.server", "toy.told"):
         sys.modules.pop(name, None)
 
 
@@ -124,6 +125,16 @@ def test_an_engine(toy, tmp_path):
         launch.serve(params, target, tmp_path / "log", base.Speculation("ngram")),
     ):
         pass
+
+
+def test_a_running_server_of_that_engine(toy):
+    server = base.Server("http://127.0.0.1:9", "one", "server", "")
+    assert toy.running.recognised(server, "vllm") is None
+    version = toy.running.recognised(server, "toy")
+    told = toy.running.told(server, Card("one"), ["one"])
+    assert (version, told.engine, told.method, told.positions) == ("", "toy", "plain", 0)
+    with pytest.raises(Eagle3Error, match="does not speculate"):
+        running.refuse(told, 0)
 
 
 def test_the_page_names_only_what_there_is():
