@@ -93,7 +93,8 @@ class MeasuredRequest(Text):
 
     drafted: drafts of each round. chunks: tokens of each streamed chunk. histogram: the engine's rounds by accepted count.
     started_s, seconds, first_token_s: when it was asked, and after how long it ended and its first token came. tries: how
-    often it was asked until its rounds fitted the engine's counts.
+    often it was asked until its rounds fitted the engine's counts. cached_tokens: prompt tokens that came from the prefix
+    cache. condition: the state of the server in which it was asked (:mod:`eagle3_lib.stages.asking`).
     """
 
     id: RequestId
@@ -107,6 +108,8 @@ class MeasuredRequest(Text):
     seconds: NotRequired[Seconds | None]
     first_token_s: NotRequired[Seconds | None]
     tries: NotRequired[int]
+    cached_tokens: NotRequired[int | None]
+    condition: NotRequired[str]
 
 
 class TimedRequest(TypedDict):
@@ -234,7 +237,7 @@ class ReplayedRequest(TypedDict):
     other config.json, and each fault that begins inside the answers. lossless: tokens that are not the target's first
     choice, near ties left out. Where the engine tells no rounds: histogram, its rounds by accepted count, totals, and own_rounds, the
     accepted counts of the rounds that each hypothesis would have made of the answer; suspects are then counts at the rounds of
-    a correct engine."""
+    a correct engine. cached_tokens, condition: as :class:`MeasuredRequest`."""
 
     id: RequestId
     prompt_length: NotRequired[int]
@@ -255,6 +258,8 @@ class ReplayedRequest(TypedDict):
     own_rounds: NotRequired[dict[str, list[int]]]
     greedy: NotRequired[GreedyChoices]
     lossless: NotRequired[int]
+    cached_tokens: NotRequired[int | None]
+    condition: NotRequired[str]
     started_s: NotRequired[float | None]
     seconds: NotRequired[float | None]
     first_token_s: NotRequired[float | None]

@@ -39,6 +39,8 @@ ORDERS = {
     "round": "round of the request",
     "request": "request",
     "beside": "other requests at the time",
+    "cached": "prompt tokens from the prefix cache",
+    "prompt": "tokens of the prompt",
 }
 
 

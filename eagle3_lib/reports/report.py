@@ -202,20 +202,13 @@ def departing_told(verdict: Mapping[str, Any]) -> str:
         return "no round departs from a correct engine"
     if where:
         (departing, rounds), (others, rest) = where["inside"], where["outside"]
-        words = _where(where).words(evidence["engine"]["requests"])
+        words = slices.Slice.told(where).words(evidence["engine"]["requests"])
         what = verdict["fault"] or "what departs"
         return f"{what} holds {words}: {departing} of {rounds} rounds depart there, {others} of {rest} elsewhere"
     counts = f"{evidence['departing']} of {evidence['can_tell']} rounds depart"
     if verdict["fault"]:
         return f"{counts}; {verdict['fault']} explains them in the whole run"
     return f"{counts}; no part of the run is told apart"
-
-
-def _where(where: Mapping[str, Any]) -> slices.Slice:
-    """The slice of a verdict, without its rounds."""
-    fields = {name: where[name] for name in ("by", "p", "since", "until", "requests")}
-    counts = {side: where[side] for side in ("inside", "outside")}
-    return slices.Slice(inside=np.zeros(0, bool), counts=counts, **fields)
 
 
 def config_rows(verdict: Mapping[str, Any], most: int = 5) -> list[dict[str, Any]]:

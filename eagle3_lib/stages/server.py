@@ -10,7 +10,8 @@ over all answers ("counters"). Where nothing of this is there the card says so, 
 """
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,9 +36,12 @@ from ..targets import prompts, targets
 from ..targets.identity import target_identity
 from ..verdict import diagnose, emitted
 from ..verdict.card import Asked, Card
+from ..verdict.evidence import WARM
 from ..verdict.rounds import contradiction
-from . import benchmark, replay
+from . import asking, benchmark, replay
+from .asking import Ask
 
+CONTEXT_LEFT = 16  # tokens of the server's context that an answer leaves free
 CHECKED_PROMPTS, CHECKED_TOKENS = 2, 24  # asked first, to see whether the served model is the target
 OTHER_MODEL = 0.5  # share of those tokens that are not the target's choice, from which on the model is another one
 
@@ -88,7 +92,7 @@ def run(params: ServerParams) -> Card:
     asked = _prompts(params, folder, told)
     with stage("server", params, inputs) as notes:
         _show(told, positions)
-        served = _check_model(params, folder, server, asked)
+        served = _check_model(params, folder, server, asked.prompts)
         before = running.busy(server)
         settings = params.model_dump(exclude={"out", "expect_length", "stall_timeout_s", "dtype", "device"})
         settings |= {
@@ -156,19 +160,28 @@ def _positions(params: ServerParams, told: Told) -> int:
     return told.positions or given
 
 
-def _prompts(params: ServerParams, folder: Path, told: Told) -> list[tuple[str, list[int]]]:
-    """(id, token ids) of the prompts that leave room for an answer.
+@dataclass(frozen=True)
+class _Prompts:
+    """(id, token ids) of what is asked."""
+
+    prompts: list[tuple[str, list[int]]]
+    long_prompts: list[tuple[str, list[int]]]
+
+
+def _prompts(params: ServerParams, folder: Path, told: Told) -> _Prompts:
+    """The prompts that leave room for an answer.
 
     Raises:
         Eagle3Error: there is none.
     """
     tokenizer = targets.load_tokenizer(folder)
+    # At the end of its context an engine drafts less, see eagle3_lib/verdict/rounds.py at_context_limit.
+    most = (told.max_model_len or 2**31) - params.max_tokens - CONTEXT_LEFT
+    conversations = prompts.read(params.prompts)
     found: list[tuple[str, list[int]]] = []
-    for conversation in prompts.read(params.prompts):
-        first = conversation.messages[: conversation.turns[0]]
-        ids = targets.render(tokenizer, first)
-        # At the end of its context an engine drafts less, see eagle3_lib/verdict/rounds.py at_context_limit.
-        if told.max_model_len is None or len(ids) + params.max_tokens + 16 <= told.max_model_len:
+    for conversation in conversations:
+        ids = targets.render(tokenizer, conversation.messages[: conversation.turns[0]])
+        if len(ids) <= most:
             found.append((conversation.id, ids))
         if len(found) == params.max_prompts:
             break
@@ -177,7 +190,12 @@ def _prompts(params: ServerParams, folder: Path, told: Told) -> list[tuple[str, 
             f"prompts: {params.prompts}: found none that leaves room for max_tokens = {params.max_tokens} in the server's "
             f"context of {told.max_model_len} tokens"
         )
-    return found
+
+    def render(text: str) -> list[int]:
+        return targets.render(tokenizer, [{"role": "user", "content": text}])
+
+    texts = [conversation.first_prompt for conversation in conversations]
+    return _Prompts(found, asking.lengthened(texts, render, most) if params.states else [])
 
 
 def _show(told: Told, positions: int) -> None:
@@ -231,36 +249,40 @@ def _check_model(
 
 
 def _ask(
-    server: Server,
-    told: Told,
-    positions: int,
-    asked: Sequence[tuple[str, list[int]]],
-    params: ServerParams,
-    journal: Journal,
+    server: Server, told: Told, positions: int, asked: "_Prompts", params: ServerParams, journal: Journal
 ) -> list[MeasuredRequest]:
-    """The answers, one at a time; those of an earlier try are not asked again."""
-    done = {row["id"]: cast(MeasuredRequest, row) for row in journal.rows}
-    one = _asking(server, told, positions, params.max_tokens)
-    for name, ids in tqdm(asked, desc="asking", mininterval=2):
-        if name not in done:
-            done[name] = one(name, ids, "", None)
-            journal.add(cast(dict[str, Any], done[name]))
-    return [done[name] for name, _ in asked]
+    """The answers; those of an earlier try are not asked again."""
 
-
-def _asking(
-    server: Server, told: Told, positions: int, max_tokens: int
-) -> Callable[[str, list[int], str, int | None], MeasuredRequest]:
-    """A function of (id, prompt, salt, most tries) that asks for one answer with the best evidence that the server gives."""
-
-    def ask(name: str, ids: list[int], salt: str, most_tries: int | None) -> MeasuredRequest:
+    def one(ask: Ask) -> MeasuredRequest:
+        started = {"started_s": round(time.time(), 3)}
         if told.tells_rounds:
-            answer = serving.complete(server, ids, max_tokens, GREEDY, salt=salt)
-            return cast(MeasuredRequest, {"id": name, **asdict(answer), "tries": 1})
-        tries = most_tries or benchmark.CHUNK_TRIES
-        return benchmark.ask_alone(server, name, ids, positions, max_tokens, GREEDY, salt, tries)
+            answer = serving.complete(server, ask.prompt_ids, params.max_tokens, GREEDY, salt=ask.salt)
+            found: dict[str, Any] = {"id": ask.id, **asdict(answer), "tries": 1}
+        else:
+            tries = 1 if ask.condition == WARM else benchmark.CHUNK_TRIES
+            request = benchmark.ask_alone(
+                server, ask.id, ask.prompt_ids, positions, params.max_tokens, GREEDY, ask.salt, tries
+            )
+            found = cast(dict[str, Any], request)
+        condition = {"condition": ask.condition} if ask.condition else {}
+        return cast(MeasuredRequest, {**found, **started, **condition})
 
-    return ask
+    if params.states and told.takes_salt:
+        groups, company = asking.plan(asked.prompts, asked.long_prompts, bool(told.tells_rounds))
+    else:
+        groups, company = [[Ask(name, ids)] for name, ids in asked.prompts], []
+    done = {row["id"]: cast(MeasuredRequest, row) for row in journal.rows}
+    order = [ask.id for group in groups for ask in group] + [ask.id for ask in company]
+    with tqdm(total=len(order), initial=len(done), desc="asking", mininterval=2) as bar:
+        for answer in asking.run(groups, done, one):
+            done[str(answer["id"])] = answer
+            journal.add(cast(dict[str, Any], answer))
+            bar.update()
+        for answer in asking.together(company, done, one):
+            done[str(answer["id"])] = answer
+            journal.add(cast(dict[str, Any], answer))
+            bar.update()
+    return [done[name] for name in order]
 
 
 def _traffic(before: Busy | None, after: Busy | None, requests: Sequence[MeasuredRequest]) -> Traffic:

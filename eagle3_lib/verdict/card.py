@@ -16,7 +16,7 @@ from typing import cast
 
 from ..errors import Eagle3Error
 from ..results import Acceptance, Cost, Gate, Interval, StoredCard, StoredVerdict, Yield
-from . import diagnose
+from . import diagnose, slices
 
 FINE, OF_DRAFTER, OF_ENGINE, UNTOLD = 0, 1, 2, 3
 EXIT = {
@@ -333,23 +333,30 @@ def _headline(verdict: StoredVerdict) -> str:
     kind, fault, suspect, where = verdict["kind"], verdict["fault"], verdict["suspect"], verdict["where"]
     if kind == diagnose.FAULT:
         other = f", or one of {len(verdict['ties'])} faults that look the same" if verdict["ties"] else ""
-        place = " It holds in a part of the run." if where else ""
+        place = f" It holds {_part(verdict)}." if where else ""
         return f"The engine is at fault: {fault}{other}.{place}"
     if kind == diagnose.CONFIG and suspect:
         return f"config.json does not describe the drafter: {suspect.get('field', suspect['name'])} should be {suspect.get('value')}."
+    part = f", {_part(verdict)}" if where else ""
     return {
         diagnose.HEALTHY: "Nothing is wrong: the engine runs this drafter as it was trained.",
         diagnose.NO_ALARM: "No sign of a fault: what was counted is what a correct engine gives.",
         diagnose.SMALL: "The engine departs a little from a correct one, at a small cost.",
         diagnose.WEAK: "The drafter is weak on this text; the engine is not the cause.",
         diagnose.CONFIG: "config.json does not describe the drafter.",
-        diagnose.UNKNOWN: "The engine is at fault, and no fault of the catalogue explains it for sure.",
+        diagnose.UNKNOWN: f"The engine is at fault{part}, and no fault of the catalogue explains it for sure.",
         diagnose.ALARM: "Alarm: acceptance ends at one position, which other text does not do.",
         diagnose.NOTHING: "Nothing is accepted, and these data do not say whose fault that is.",
         diagnose.TARGET: "The served target is not the target that the replay loads, or its caches are at fault.",
         diagnose.NOT_ENOUGH: "Too few rounds to decide.",
         diagnose.CANNOT_TELL: _reason(verdict),
     }[kind]
+
+
+def _part(verdict: StoredVerdict) -> str:
+    """The part of a run that a verdict names, as in "only after a prefix-cache hit"."""
+    where, engine = verdict["where"], verdict["evidence"].get("engine")
+    return slices.Slice.told(where).words(engine["requests"] if engine else 0) if where else ""
 
 
 def _reason(verdict: StoredVerdict) -> str:
@@ -402,6 +409,11 @@ def _next(verdict: StoredVerdict, grade: str, asked: Asked) -> tuple[str, str]:
         return asked.diagnose_url(), "ask the server itself some prompts, and replay its answers:"
     if kind == diagnose.CONFIG and suspect and suspect.get("shim"):
         return suspect["shim"], "write a copy of the drafter with that value, serve it, and diagnose again:"
+    where = verdict["where"]
+    if where and where["by"] == slices.CACHED and where["since"] is not None:
+        return asked.serve(
+            "--no-enable-prefix-caching", "--disable-radix-cache"
+        ), f"serve without prefix caching until the engine is mended, {again}:"
     if kind == diagnose.FAULT:
         return _next_of_fault(verdict, asked)
     if kind == diagnose.WEAK:

@@ -20,6 +20,7 @@ from .changes import HEALTHY as CORRECT
 from .rounds import comparable
 
 COUNTS = np.int16  # of accepted drafts; -1 where a request does not have the hypothesis
+COLD, WARM, TOGETHER = "cold", "warm", "together"  # conditions of a request: prefix cache empty, filled; in company
 PLACES = np.int32  # of requests, slots and rounds
 # Share of the rounds that can tell in which a healthy engine departs from the replay at most, by the coarser dtype of the
 # two: rounding turns near ties. Measured in benchmarks/results/healthy_zoo.json (the real vLLM on a CPU): float32 0 of 10,200
@@ -36,7 +37,8 @@ class Table:
 
     request: index of its request. slot: of the text; place: of the answer, 0 at its first token, so -1 where a round starts
     at the prompt's last slot. round: its number in the request, counted from 0. beside: other requests that ran at the time,
-    nan where the run does not say. engine, correct: accepted counts. drafted: drafts of the round. outside: a correct
+    nan where the run does not say. cached: prompt tokens of its request that came from the prefix cache, nan where not told;
+    prompt: tokens of its prompt. engine, correct: accepted counts. drafted: drafts of the round. outside: a correct
     engine stops there at a token outside the draft vocabulary. counts: accepted counts of each hypothesis, the correct engine
     among them; suspects: of each other config.json; since: of faults that begin inside the answers.
     """
@@ -46,6 +48,8 @@ class Table:
     place: NDArray[Any]
     round: NDArray[Any]
     beside: NDArray[Any]
+    cached: NDArray[Any]
+    prompt: NDArray[Any]
     engine: NDArray[Any]
     drafted: NDArray[Any]
     outside: NDArray[Any]
@@ -79,7 +83,7 @@ class Table:
         columns: dict[str, list[NDArray[Any]]] = {
             name: [] for name in ("request", "slot", "place", "round", "engine", "drafted")
         }
-        columns |= {"outside": [], "beside": []}
+        columns |= {"outside": [], "beside": [], "cached": [], "prompt": []}
         counts, suspects, since = _Named(), _Named(), _Named()
         times, index = [], -1
         for index, request in enumerate(requests):
@@ -92,6 +96,8 @@ class Table:
             for name, kind in (("slot", PLACES), ("engine", COUNTS), ("drafted", COUNTS), ("outside", bool)):
                 columns[name].append(np.array([row.get(name, 0) for row in some], kind))
             columns["place"].append(columns["slot"][-1] - PLACES(start))
+            columns["cached"].append(np.full(len(some), _cached(request), np.float32))
+            columns["prompt"].append(np.full(len(some), start, PLACES))
             of_correct = {CORRECT: [row["replay"] for row in rows]}
             counts.add(of_correct | request.get("hypotheses", {}), kept)
             suspects.add(request.get("suspects", {}), kept)
@@ -124,6 +130,14 @@ class _Named:
             whole = [parts.get(index, np.full(size, -1, COUNTS)) for index, size in enumerate(self.sizes)]
             found[name] = np.concatenate(whole)
         return found
+
+
+def _cached(request: ReplayedRequest) -> float:
+    """Prompt tokens from the prefix cache; 1 where an answer does not tell them and was asked a second time; nan: not known."""
+    cached = request.get("cached_tokens")
+    if cached is not None:
+        return float(cached)
+    return float(request["condition"] == WARM) if request.get("condition") else float("nan")
 
 
 def _times(request: ReplayedRequest) -> tuple[float, float, int] | None:

@@ -295,6 +295,10 @@ def tell(
         "without_drafts": 0,
         "hypotheses": {},
     }
+    if "cached_tokens" in request:
+        told["cached_tokens"] = request["cached_tokens"]
+    if "condition" in request:
+        told["condition"] = request["condition"]
     if "started_s" in request:
         told["started_s"] = request["started_s"]
     if "seconds" in request:

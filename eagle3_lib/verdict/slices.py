@@ -1,7 +1,7 @@
 """Slices: a fault that is not everywhere. Where in a run do the departing rounds lie, and where are there none?
 
-Four orders are looked at: the place in the answer, the number of the round in its request, the requests, and how many
-other requests ran beside. In each the rounds that can tell are split in two so that their shares of departing rounds are as
+Six orders are looked at: the place in the answer, the number of the round in its request, the requests, how many other
+requests ran beside, how many prompt tokens came from the prefix cache, and the length of the prompt. In each the rounds that can tell are split in two so that their shares of departing rounds are as
 unlike as they can be (the likelihood ratio of two shares over one). How large that ratio becomes by chance is found by
 dealing the departing rounds out anew at random, with the same search in each deal: a permutation test that accounts for
 the search (Good, Permutation, Parametric and Bootstrap Tests of Hypotheses, 2005). A slice is a split that chance does not
@@ -19,8 +19,9 @@ from scipy.special import xlogy
 from ..results import Where
 from .evidence import FALSE_ALARM, Table, surely_more
 
-PLACE, ROUND, REQUEST, BESIDE = "place", "round", "request", "beside"
-DEALS = 999  # random deals: the smallest p is 0.001, a tenth of FALSE_ALARM before it is shared among four orders
+PLACE, ROUND, REQUEST, BESIDE, CACHED, PROMPT = "place", "round", "request", "beside", "cached", "prompt"
+ORDERS = (CACHED, PROMPT, PLACE, ROUND, REQUEST, BESIDE)
+DEALS = 1499  # random deals: the smallest p is below 0.001, a tenth of FALSE_ALARM before it is shared among six orders
 LEVELS_AT_ONCE = 2**20  # of all deals that are held together
 LEAST_CLEAN = 30  # rounds that can tell on the side without departing rounds
 
@@ -29,9 +30,9 @@ LEAST_CLEAN = 30  # rounds that can tell on the side without departing rounds
 class Slice:
     """The part of a run in which rounds depart.
 
-    by: one of PLACE, ROUND, REQUEST, BESIDE. since, until: the first value inside, and the first one past it; None where the
+    by: one of ORDERS. since, until: the first value inside, and the first one past it; None where the
     slice is open. requests: indices of its requests, where it is made of requests. inside: [rounds] of the table. p: of the
-    permutation test, for all four orders together; None where none was made. counts: departing rounds and rounds that can tell, inside and outside.
+    permutation test, for all orders together; None where none was made. counts: departing rounds and rounds that can tell, inside and outside.
     """
 
     by: str
@@ -46,6 +47,11 @@ class Slice:
         """Where the slice is, as in "from token 60 of the answers on"; ``requests``: of the run."""
         if self.by == REQUEST:
             return f"in {len(self.requests or ())} of {requests} requests"
+        if self.by == CACHED:
+            return "only after a prefix-cache hit" if self.since is not None else "only without a prefix-cache hit"
+        if self.by == PROMPT:
+            length = f"{self.since} tokens or more" if self.since is not None else f"less than {self.until} tokens"
+            return f"only on prompts of {length}"
         if self.until is not None and self.until <= (0 if self.by == PLACE else 1) and self.by != BESIDE:
             return "in the first round of the requests"
         where = {PLACE: "token {} of the answers", ROUND: "round {} of the requests", BESIDE: "{} requests beside"}[
@@ -54,6 +60,22 @@ class Slice:
         if self.since is not None:
             return f"from {where.format(max(self.since, 0))} on"
         return f"before {where.format(self.until)}"
+
+    @classmethod
+    def told(cls, where: Where) -> "Slice":
+        """The slice that a verdict holds, without its rounds."""
+        inside, outside = where["inside"], where["outside"]
+        counts = {"inside": (inside[0], inside[1]), "outside": (outside[0], outside[1])}
+        requests = where["requests"]
+        return cls(
+            where["by"],
+            np.zeros(0, bool),
+            where["p"],
+            counts,
+            where["since"],
+            where["until"],
+            None if requests is None else tuple(requests),
+        )
 
     def as_dict(self) -> Where:
         return {
@@ -77,7 +99,7 @@ def find(table: Table, noise: float) -> Slice | None:
     departing = table.departing[telling]
     if not departing.any() or departing.all():
         return None
-    splits = [_split(table, by, telling, departing) for by in (PLACE, ROUND, REQUEST, BESIDE)]
+    splits = [_split(table, by, telling, departing) for by in ORDERS]
     found = [split for split in splits if split and split.p <= FALSE_ALARM]
     for split in sorted(found, key=lambda split: -split.score):
         slice_ = split.slice(table, noise)
@@ -131,7 +153,8 @@ class _Split:
 
 
 def _values(table: Table, by: str) -> NDArray[Any]:
-    return {PLACE: table.place, ROUND: table.round, REQUEST: table.request, BESIDE: table.beside}[by]
+    values: NDArray[Any] = getattr(table, by)
+    return values
 
 
 def _split(table: Table, by: str, telling: NDArray[Any], departing: NDArray[Any]) -> _Split | None:
@@ -143,7 +166,7 @@ def _split(table: Table, by: str, telling: NDArray[Any], departing: NDArray[Any]
     best_of = _best_of_requests if by == REQUEST else _best_of_order
     ratios, chosen = best_of(found[None], sizes)
     by_chance = _by_chance(best_of, sizes, int(departing.sum()))
-    p = 4 * (1 + int((by_chance >= ratios[0]).sum())) / (1 + DEALS)
+    p = len(ORDERS) * (1 + int((by_chance >= ratios[0]).sum())) / (1 + DEALS)
     inside = _inside(table, by, values, levels, chosen[0])
     return _Split(by, inside, float(ratios[0] - by_chance.mean()), min(p, 1.0))
 
@@ -210,7 +233,7 @@ def _likelihood(departing: NDArray[Any], rounds: NDArray[Any]) -> NDArray[Any]:
 
 
 def parts(table: Table, most: int = 12) -> dict[str, list[dict[str, int]]]:
-    """How often rounds depart by place, round, request and company, for the figures of stage 09.
+    """How often rounds depart by each order, for the figures of stage 09.
 
     Args:
         most: parts of an order, each with about as many rounds that can tell; requests are given one by one.
@@ -219,11 +242,13 @@ def parts(table: Table, most: int = 12) -> dict[str, list[dict[str, int]]]:
     """
     telling = np.flatnonzero(table.can_tell())
     found = {}
-    for by in (PLACE, ROUND, REQUEST, BESIDE):
+    for by in ORDERS:
         values = _values(table, by)[telling]
         if not len(values) or np.isnan(values).any():
             continue
         levels = np.unique(values)
+        if by in (CACHED, PROMPT) and len(levels) < 2:
+            continue
         pieces = len(levels) if by == REQUEST else min(most, len(levels))
         edges = (
             np.unique(np.quantile(values, np.linspace(0, 1, pieces + 1), method="lower")) if by != REQUEST else levels

@@ -134,3 +134,17 @@ def test_a_wrong_config_is_told_with_the_field(target_folder, tmp_path):
     assert card.exit_code == 1 and card.kind == "config does not describe the drafter", card.text()
     assert "eagle_aux_hidden_state_layer_ids should be [2, 15, 27]" in card.headline
     assert card.mended["mean_length"] > card.now["mean_length"] + 0.2
+
+
+def test_a_fault_that_shows_after_a_prefix_cache_hit_only_is_named_by_the_condition(target_folder, tmp_path):
+    extension = f"{broken.__name__}.cached_prefix_spoiled"
+    options = [*speculating(DRAFTER), DETAILED_METRICS, "detailed", "--worker-extension-cls", extension]
+    with started(target_folder, tmp_path / "server.log", *options, "--enable-prompt-tokens-details") as url:
+        card = server.run(asked(url, tmp_path / "out", max_prompts=4, states=True))
+    requests = json.loads((tmp_path / "out" / "benchmark.json").read_text())["requests"]
+    cached = {request["id"]: request["cached_tokens"] for request in requests}
+    assert sum(cached.values()) and all(name.endswith("warm") for name, tokens in cached.items() if tokens)
+    verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())["verdict"]
+    assert card.exit_code == 2 and "only after a prefix-cache hit" in card.headline, card.text()
+    assert verdict["where"]["outside"][0] == 0 and verdict["where"]["inside"][0] >= 10
+    assert "--no-enable-prefix-caching" in card.next

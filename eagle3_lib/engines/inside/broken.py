@@ -155,6 +155,35 @@ def float8_features() -> None:
     Eagle3LlamaForCausalLM.combine_hidden_states = patched
 
 
+def spoiled_cached_prefix() -> None:
+    """What a prompt has in the prefix cache is zero in the drafter's part of it, and right in the target's."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    original = GPUModelRunner._update_states
+
+    def patched(self: Any, scheduler_output: Any) -> Any:
+        for request in scheduler_output.scheduled_new_reqs:
+            if request.num_computed_tokens:
+                _forget(self, request)
+        return original(self, scheduler_output)
+
+    GPUModelRunner._update_states = patched
+
+
+def _forget(runner: Any, request: Any) -> None:
+    names = runner.drafter._draft_attn_layer_names
+    layers = runner.compilation_config.static_forward_context
+    for group, blocks in zip(runner.kv_cache_config.kv_cache_groups, request.block_ids, strict=True):
+        cached = blocks[: request.num_computed_tokens // group.kv_cache_spec.block_size]
+        for name in names & set(group.layer_names):
+            cache = layers[name].kv_cache
+            cache = cache[0] if isinstance(cache, list) else cache
+            by_block = (
+                cache.transpose(0, 1) if cache.shape[0] == 2 else cache
+            )  # keys and values apart, or in each block
+            by_block[cached] = 0
+
+
 PATCHES: dict[str, Callable[[], None]] = {
     "token shift": unshifted_tokens,
     "features after the final norm": captured(lambda model, hidden, residual: model.norm(hidden + residual)),
@@ -165,6 +194,7 @@ PATCHES: dict[str, Callable[[], None]] = {
     "prompt missing in drafter cache": unwritten_slots(prefill=True),
     "positions not advanced": frozen_positions,
     "float8 features": float8_features,
+    "cached prefix spoiled": spoiled_cached_prefix,  # of the server's state: no fault of the catalogue
 }
 
 
