@@ -18,7 +18,7 @@ LONG_PROMPTS, LONG_TOKENS = (
     5,
     300,
 )  # asked cold and warm: two cache blocks of 128 tokens, of which vLLM drops the last for EAGLE
-IN_COMPANY = 6  # prompts that are asked once more, all at once
+IN_COMPANY = 4  # prompts that are asked once more, all at once
 
 
 @dataclass(frozen=True)

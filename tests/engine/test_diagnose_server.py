@@ -127,20 +127,20 @@ def test_a_wrong_config_is_told_with_the_field(target_folder, tmp_path):
     wrong = tmp_path / "wrong"
     shutil.copytree(DRAFTER, wrong)
     config = json.loads((wrong / "config.json").read_text())
-    config["eagle_aux_hidden_state_layer_ids"] = [4, 17, 29]  # trained on [2, 15, 27]
+    config["norm_output"] = True  # the drafter was trained without
     (wrong / "config.json").write_text(json.dumps(config))
     with started(target_folder, tmp_path / "server.log", *speculating(wrong)) as url:
-        card = server.run(asked(url, tmp_path / "out", drafter=str(wrong), max_prompts=20, max_tokens=96))
+        card = server.run(asked(url, tmp_path / "out", drafter=str(wrong)))
     assert card.exit_code == 1 and card.kind == "config does not describe the drafter", card.text()
-    assert "eagle_aux_hidden_state_layer_ids should be [2, 15, 27]" in card.headline
-    assert card.mended["mean_length"] > card.now["mean_length"] + 0.2
+    assert "norm_output should be False" in card.headline
+    assert card.mended["mean_length"] > card.now["mean_length"] + 0.1
 
 
 def test_a_fault_that_shows_after_a_prefix_cache_hit_only_is_named_by_the_condition(target_folder, tmp_path):
     extension = f"{broken.__name__}.cached_prefix_spoiled"
     options = [*speculating(DRAFTER), DETAILED_METRICS, "detailed", "--worker-extension-cls", extension]
     with started(target_folder, tmp_path / "server.log", *options, "--enable-prompt-tokens-details") as url:
-        card = server.run(asked(url, tmp_path / "out", max_prompts=4, states=True))
+        card = server.run(asked(url, tmp_path / "out", max_prompts=4, max_tokens=40, states=True))
     requests = json.loads((tmp_path / "out" / "benchmark.json").read_text())["requests"]
     cached = {request["id"]: request["cached_tokens"] for request in requests}
     assert sum(cached.values()) and all(name.endswith("warm") for name, tokens in cached.items() if tokens)
