@@ -34,6 +34,7 @@ STARTED_IF = {SWITCH: {"eagle3_lib.engines.vllm": ["eagle3_lib.compat.vllm_plugi
 DATA = {
     "eagle3_lib.compat.rules": ["audit_rules.yaml"],
     "eagle3_lib.targets.known_configs": ["configs/*.json"],
+    "eagle3_lib.reports.card": ["card.html.j2"],
     "eagle3_lib.reports.plots": ["eagle3.mplstyle"],
     "eagle3_lib.reports.runs_index": ["template/**/*"],
 }

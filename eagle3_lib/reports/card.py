@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, Template
+from jinja2 import Environment, Template
 
 from .. import results
 from ..params import DiagnoseParams, ReplayParams
 from ..paths import project_path, short_path
 from ..results import StoredCard
 from ..verdict.card import FINE, OF_DRAFTER, OF_ENGINE, Card
-from .runs_index import TEMPLATES
 
 TONES = {
     FINE: "fine",
@@ -41,7 +40,7 @@ def html(card: Card) -> str:
 
 @cache
 def _template() -> Template:
-    return Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True).get_template("card.html.j2")
+    return Environment(autoescape=True).from_string(Path(__file__).with_name("card.html.j2").read_text())
 
 
 def of_run(params: DiagnoseParams) -> list[ShownCard]:
