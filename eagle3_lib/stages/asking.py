@@ -7,7 +7,7 @@ since streamed chunks tell them for one request at a time.
 """
 
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -23,36 +23,44 @@ IN_COMPANY = 4  # prompts that are asked once more, all at once
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. condition: "" where the server does not separate prefix caches. salt: see :func:`eagle3_lib.engines.base.complete`."""
+    """One request.
+
+    condition: "" where the server does not separate prefix caches. salt: see :func:`eagle3_lib.engines.base.complete`. paired: a
+    request before or after it has the same salt.
+    """
 
     id: str
     prompt_ids: list[int]
     condition: str = ""
     salt: str = ""
+    paired: bool = False
+
+    def salts(self, tries: int) -> list[str]:
+        """The salt of each try: another one where the first would have filled the cache; a paired request has one try."""
+        if self.paired:
+            return [self.salt]
+        return [f"{self.salt}.{number}" if self.salt and number else self.salt for number in range(tries)]
 
 
-Group = list[Ask]  # asked one after the other
 One = Callable[[Ask], MeasuredRequest]
 
 
 def plan(
     prompts: Sequence[tuple[str, list[int]]], long_prompts: Sequence[tuple[str, list[int]]], in_company: bool
-) -> tuple[list[Group], list[Ask]]:
-    """The groups of requests, and those that are asked all at once afterwards.
-
-    A group is asked as a whole: what is warm in it was made so by the request before.
+) -> tuple[list[Ask], list[Ask]]:
+    """The requests that are asked one after the other, each warm one right after its cold one, and those asked at once afterwards.
 
     Args:
         prompts: (id, token ids), each asked once, cold.
         long_prompts: of :func:`lengthened`, each asked cold and then warm.
         in_company: whether some prompts are asked again together.
     """
-    groups: list[Group] = [[Ask(name, ids, COLD, _salt())] for name, ids in prompts]
+    alone = [Ask(name, ids, COLD, _salt()) for name, ids in prompts]
     for name, ids in long_prompts:
         salt = _salt()
-        groups.append([Ask(f"{name} {COLD}", ids, COLD, salt), Ask(f"{name} {WARM}", ids, WARM, salt)])
+        alone += [Ask(f"{name} {state}", ids, state, salt, paired=True) for state in (COLD, WARM)]
     some = prompts[:IN_COMPANY] if in_company else []
-    return groups, [Ask(f"{name} {TOGETHER}", ids, TOGETHER, _salt()) for name, ids in some]
+    return alone, [Ask(f"{name} {TOGETHER}", ids, TOGETHER, _salt()) for name, ids in some]
 
 
 def lengthened(texts: Sequence[str], render: Callable[[str], list[int]], most: int) -> list[tuple[str, list[int]]]:
@@ -75,17 +83,9 @@ def lengthened(texts: Sequence[str], render: Callable[[str], list[int]], most: i
     return found
 
 
-def run(groups: Iterable[Group], done: dict[str, MeasuredRequest], one: One) -> Iterable[MeasuredRequest]:
-    """Ask the groups one request at a time; a group of which an answer is missing is asked as a whole."""
-    for group in groups:
-        if any(ask.id not in done for ask in group):
-            for ask in group:
-                yield one(ask)
-
-
-def together(asks: Sequence[Ask], done: dict[str, MeasuredRequest], one: One) -> list[MeasuredRequest]:
-    """Ask all at once; none where all are there already."""
-    if all(ask.id in done for ask in asks):
+def together(asks: Sequence[Ask], one: One) -> list[MeasuredRequest]:
+    """Ask all at once."""
+    if not asks:
         return []
     with ThreadPoolExecutor(len(asks)) as pool:
         return list(pool.map(one, asks))

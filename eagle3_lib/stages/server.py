@@ -26,17 +26,14 @@ from ..engines.access import Access
 from ..engines.base import Server
 from ..engines.running import Busy, Told
 from ..errors import Eagle3Error
-from ..files import folder_hash, write_json
-from ..journal import Journal
+from ..files import write_json
 from ..manifest import stage
 from ..params import GREEDY, ReplayParams, ServerParams
 from ..paths import project_path, short_path
 from ..results import BENCHMARK_SCHEMA, CARD_SCHEMA, Benchmark, Counters, CrossCheck, MeasuredRequest
 from ..targets import prompts, targets
-from ..targets.identity import target_identity
 from ..verdict import diagnose, emitted
 from ..verdict.card import Asked, Card
-from ..verdict.evidence import WARM
 from ..verdict.rounds import contradiction
 from . import asking, benchmark, replay
 from .asking import Ask
@@ -58,7 +55,10 @@ class Traffic:
 
     @property
     def seen(self) -> bool:
-        return bool(self.running or self.answers or (self.tokens or 0) > 0 or (self.rounds or 0) > 0)
+        """By what the server counts; by one look at it where it does not: a gauge may lag behind our own last answer."""
+        if self.answers is None and self.tokens is None:
+            return self.running > 0
+        return bool(self.answers or self.tokens)
 
     def words(self) -> str:
         """A sentence for notes and reports."""
@@ -94,13 +94,7 @@ def run(params: ServerParams) -> Card:
         _show(told, positions)
         served = _check_model(params, folder, server, asked.prompts)
         before = running.busy(server)
-        settings = params.model_dump(exclude={"out", "expect_length", "stall_timeout_s", "dtype", "device"})
-        settings |= {
-            "drafter": folder_hash(inputs["drafter"]),
-            "target_identity": target_identity(params.target),
-            "told": asdict(told),
-        }
-        requests = _ask(server, told, positions, asked, params, Journal(out / "finished.jsonl", settings))
+        requests = _ask(server, told, positions, asked, params)
         traffic = _traffic(before, running.busy(server), requests)
         graded = _grade(told, requests, positions, traffic)
         remarks = [*told.untold, *served, *([traffic.words()] if traffic.seen else [])]
@@ -178,9 +172,16 @@ def _prompts(params: ServerParams, folder: Path, told: Told) -> _Prompts:
     # At the end of its context an engine drafts less, see eagle3_lib/verdict/rounds.py at_context_limit.
     most = (told.max_model_len or 2**31) - params.max_tokens - CONTEXT_LEFT
     conversations = prompts.read(params.prompts)
+
+    def render(text: str, messages: list[dict[str, Any]]) -> list[int]:
+        if tokenizer.chat_template is None:  # a base model's
+            ids: list[int] = tokenizer(text)["input_ids"]
+            return ids
+        return targets.render(tokenizer, messages)
+
     found: list[tuple[str, list[int]]] = []
     for conversation in conversations:
-        ids = targets.render(tokenizer, conversation.messages[: conversation.turns[0]])
+        ids = render(conversation.first_prompt, conversation.messages[: conversation.turns[0]])
         if len(ids) <= most:
             found.append((conversation.id, ids))
         if len(found) == params.max_prompts:
@@ -191,11 +192,11 @@ def _prompts(params: ServerParams, folder: Path, told: Told) -> _Prompts:
             f"context of {told.max_model_len} tokens"
         )
 
-    def render(text: str) -> list[int]:
-        return targets.render(tokenizer, [{"role": "user", "content": text}])
+    def of_user(text: str) -> list[int]:
+        return render(text, [{"role": "user", "content": text}])
 
     texts = [conversation.first_prompt for conversation in conversations]
-    return _Prompts(found, asking.lengthened(texts, render, most) if params.states else [])
+    return _Prompts(found, asking.lengthened(texts, of_user, most) if params.states else [])
 
 
 def _show(told: Told, positions: int) -> None:
@@ -248,41 +249,35 @@ def _check_model(
     return []
 
 
-def _ask(
-    server: Server, told: Told, positions: int, asked: "_Prompts", params: ServerParams, journal: Journal
-) -> list[MeasuredRequest]:
-    """The answers; those of an earlier try are not asked again."""
+def _ask(server: Server, told: Told, positions: int, asked: "_Prompts", params: ServerParams) -> list[MeasuredRequest]:
+    """The answers, in the order of the plan. None is kept of an earlier try: the server may have been started anew since."""
 
     def one(ask: Ask) -> MeasuredRequest:
         started = {"started_s": round(time.time(), 3)}
         if told.tells_rounds:
             answer = serving.complete(server, ask.prompt_ids, params.max_tokens, GREEDY, salt=ask.salt)
-            found: dict[str, Any] = {"id": ask.id, **asdict(answer), "tries": 1}
+            request = cast(MeasuredRequest, {"id": ask.id, **asdict(answer), "tries": 1})
         else:
-            tries = 1 if ask.condition == WARM else benchmark.CHUNK_TRIES
-            request = benchmark.ask_alone(
-                server, ask.id, ask.prompt_ids, positions, params.max_tokens, GREEDY, ask.salt, tries
-            )
-            found = cast(dict[str, Any], request)
+            request = by_chunks(ask)
         condition = {"condition": ask.condition} if ask.condition else {}
-        return cast(MeasuredRequest, {**found, **started, **condition})
+        return cast(MeasuredRequest, {**request, **started, **condition})
+
+    def by_chunks(ask: Ask) -> MeasuredRequest:
+        for tries, salt in enumerate(ask.salts(benchmark.CHUNK_TRIES), 1):
+            request = benchmark.ask_alone(
+                server, ask.id, ask.prompt_ids, positions, params.max_tokens, GREEDY, salt, most_tries=1
+            )
+            request["tries"] = tries
+            if not contradiction(request, positions):
+                break
+        return request
 
     if params.states and told.takes_salt:
-        groups, company = asking.plan(asked.prompts, asked.long_prompts, bool(told.tells_rounds))
+        alone, company = asking.plan(asked.prompts, asked.long_prompts, bool(told.tells_rounds))
     else:
-        groups, company = [[Ask(name, ids)] for name, ids in asked.prompts], []
-    done = {row["id"]: cast(MeasuredRequest, row) for row in journal.rows}
-    order = [ask.id for group in groups for ask in group] + [ask.id for ask in company]
-    with tqdm(total=len(order), initial=len(done), desc="asking", mininterval=2) as bar:
-        for answer in asking.run(groups, done, one):
-            done[str(answer["id"])] = answer
-            journal.add(cast(dict[str, Any], answer))
-            bar.update()
-        for answer in asking.together(company, done, one):
-            done[str(answer["id"])] = answer
-            journal.add(cast(dict[str, Any], answer))
-            bar.update()
-    return [done[name] for name in order]
+        alone, company = [Ask(name, ids) for name, ids in asked.prompts], []
+    answers = [one(ask) for ask in tqdm(alone, desc="asking", mininterval=2)]
+    return answers + asking.together(company, one)
 
 
 def _traffic(before: Busy | None, after: Busy | None, requests: Sequence[MeasuredRequest]) -> Traffic:
