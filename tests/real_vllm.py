@@ -1,6 +1,7 @@
 """A real vLLM on the CPU, started as a user starts it and not by the project."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,10 @@ import httpx
 
 from eagle3_lib.engines import base
 from eagle3_lib.engines.vllm import server as vllm
+from eagle3_lib.params import ServerParams
+
+DRAFTER = "drafters/smollm2-135m-eagle3"
+K = 4
 
 
 @contextlib.contextmanager
@@ -52,3 +57,15 @@ def started(folder, log, *options, **env):
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def speculating(drafter) -> list[str]:
+    """The words by which a user asks for a drafter."""
+    config = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": K}
+    return ["--speculative-config", json.dumps(config)]
+
+
+def asked(url, out, **more) -> ServerParams:
+    """Parameters of stage 00 for a short diagnosis."""
+    values = {"url": url, "out": str(out), "name": "base", "max_prompts": 8, "max_tokens": 64, "states": False}
+    return ServerParams.check(values | more, "test")

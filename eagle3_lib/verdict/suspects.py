@@ -39,7 +39,9 @@ FALSE_ALARM = 0.01  # of one drafter, over all its suspects
 # for 1,000,000) draft almost alike, and one of them may suit the text at hand a little better than the one of training;
 # less than this is not worth another checkpoint, even where it is sure.
 LEAST_GAIN = 0.05
-UNSETTLED = 0.5  # p of the sign test, over all suspects, below which a gain by LEAST_GAIN is not taken for chance
+# A suspect that is not clearly better, and would accept so much more, keeps a drafter from being called weak; p of the sign test over
+# all suspects below which the gain is not taken for chance. A smaller gain leaves a weak drafter weak.
+DOUBTFUL_GAIN, UNSETTLED = 0.2, 0.5
 LEAST_REQUESTS = 4  # with fewer, a bootstrap over requests says little: one text can carry the whole gain
 # Only rounds that start before this slot count. In longer contexts than it was trained on, a drafter can draft better under
 # another rope than its own: one trained on texts of 512 tokens did so at 4,000 (benchmarks/results/healthy_zoo.json).
@@ -270,11 +272,12 @@ def unsettled(scores: Sequence[Score], rounds: int) -> tuple[Score, int] | None:
     if row is None or _is_clear(row) or row["p"] >= UNSETTLED:
         return None
     gain, low, high = row["gain"]["value"], row["gain"]["low"], row["gain"]["high"]
-    if gain is None or low is None or high is None or gain < LEAST_GAIN * row["of_config"]:
+    if gain is None or low is None or high is None or gain < DOUBTFUL_GAIN * row["of_config"]:
         return None
-    spread = (high - low) / (2 * stats.norm.ppf(0.975))
-    sure_at = stats.norm.isf(FALSE_ALARM / max(len(scores), 1))
-    return row, int(np.ceil(rounds * max((sure_at * spread / gain) ** 2, 1)))
+    sure_at = stats.norm.isf(FALSE_ALARM / len(scores))
+    by_bootstrap = sure_at * (high - low) / (2 * stats.norm.ppf(0.975)) / gain
+    by_signs = sure_at / stats.norm.isf(row["p"] / len(scores))
+    return row, max(int(np.ceil(rounds * max(by_bootstrap, by_signs) ** 2)), rounds + 1)
 
 
 def _is_clear(row: Score) -> bool:

@@ -1,30 +1,19 @@
-"""Stage 00 and `eagle3 diagnose` on a real vLLM that a user started: healthy, in company, broken, with a wrong config."""
+"""Stage 00 and `eagle3 diagnose` on a real, healthy vLLM that a user started, alone and in company of others."""
 
 import contextlib
 import json
-import shutil
 import threading
 
 import httpx
 import pytest
-from real_vllm import started
+from real_vllm import DRAFTER, K, asked, speculating, started
 from typer.testing import CliRunner
 
 from eagle3_lib.cli import app
-from eagle3_lib.engines.inside import broken
-from eagle3_lib.engines.vllm.server import DETAILED_METRICS
 from eagle3_lib.errors import Eagle3Error
-from eagle3_lib.params import ServerParams
 from eagle3_lib.stages import counters, server
 
 pytestmark = pytest.mark.slow
-DRAFTER = "drafters/smollm2-135m-eagle3"
-K = 4
-
-
-def speculating(drafter):
-    config = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": K}
-    return ["--speculative-config", json.dumps(config)]
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +22,6 @@ def healthy(target_folder, tmp_path_factory):
     log = tmp_path_factory.mktemp("healthy") / "server.log"
     with started(target_folder, log, *speculating(DRAFTER)) as url:
         yield url
-
-
-def asked(url, out, **more):
-    values = {"url": url, "out": str(out), "name": "base", "max_prompts": 8, "max_tokens": 64, "states": False}
-    return ServerParams.check(values | more, "test")
 
 
 @contextlib.contextmanager
@@ -107,44 +91,3 @@ def test_another_model_than_the_target_is_refused(healthy, tmp_path, target_fold
     safetensors.torch.save_file(tensors, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(Eagle3Error, match=r"of 48 greedy tokens that the server gave are not those of .*other"):
         server.run(asked(healthy, tmp_path / "out", target=str(other)))
-
-
-def test_a_broken_server_is_named(target_folder, tmp_path):
-    extension = f"{broken.__name__}.cliff_after_step_0"
-    options = [*speculating(DRAFTER), DETAILED_METRICS, "detailed", "--worker-extension-cls", extension]
-    with started(target_folder, tmp_path / "server.log", *options) as url:
-        card = server.run(asked(url, tmp_path / "out"))
-        metrics = tmp_path / "metrics.txt"
-        metrics.write_text(httpx.get(f"{url}/metrics").text)
-    assert (card.exit_code, card.grade) == (2, "told") and "cliff after step 0" in card.headline, card.text()
-    assert card.mended["mean_length"] > card.now["mean_length"] + 0.1
-    assert counters.run(str(metrics)).kind == "cannot tell", (
-        "a hundred rounds that reach the cliff are too few for a sign"
-    )
-
-
-def test_a_wrong_config_is_told_with_the_field(target_folder, tmp_path):
-    wrong = tmp_path / "wrong"
-    shutil.copytree(DRAFTER, wrong)
-    config = json.loads((wrong / "config.json").read_text())
-    config["norm_output"] = True  # the drafter was trained without
-    (wrong / "config.json").write_text(json.dumps(config))
-    with started(target_folder, tmp_path / "server.log", *speculating(wrong)) as url:
-        card = server.run(asked(url, tmp_path / "out", drafter=str(wrong)))
-    assert card.exit_code == 1 and card.kind == "config does not describe the drafter", card.text()
-    assert "norm_output should be False" in card.headline
-    assert card.mended["mean_length"] > card.now["mean_length"] + 0.1
-
-
-def test_a_fault_that_shows_after_a_prefix_cache_hit_only_is_named_by_the_condition(target_folder, tmp_path):
-    extension = f"{broken.__name__}.cached_prefix_spoiled"
-    options = [*speculating(DRAFTER), DETAILED_METRICS, "detailed", "--worker-extension-cls", extension]
-    with started(target_folder, tmp_path / "server.log", *options, "--enable-prompt-tokens-details") as url:
-        card = server.run(asked(url, tmp_path / "out", max_prompts=4, max_tokens=40, states=True))
-    requests = json.loads((tmp_path / "out" / "benchmark.json").read_text())["requests"]
-    cached = {request["id"]: request["cached_tokens"] for request in requests}
-    assert sum(cached.values()) and all(name.endswith("warm") for name, tokens in cached.items() if tokens)
-    verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())["verdict"]
-    assert card.exit_code == 2 and "only after a prefix-cache hit" in card.headline, card.text()
-    assert verdict["where"]["outside"][0] == 0 and verdict["where"]["inside"][0] >= 10
-    assert "--no-enable-prefix-caching" in card.next

@@ -262,3 +262,20 @@ def test_replay_of_a_suspect_is_that_of_its_fault(recorded, parts):
         replay.counts_at(setup, recorded.few, slots, 4) for setup in (found.setup, recorded.setups[found.fault])
     )
     assert ours == theirs
+
+
+def score_of(gain, half, p, differ=60):
+    """A row of :func:`suspects.score`: gain in accepted drafts a round over a config that accepts 0.5, its interval's half width."""
+    interval = {"value": gain, "low": gain - half, "high": gain + half, "n": 10}
+    row = {"name": "a", "accepted": 0.5 + gain, "of_config": 0.5, "gain": interval, "surely": gain - 1.3 * half}
+    return row | {"requests": 10, "differ": differ, "p": p, "ties": []}
+
+
+def test_a_suspect_that_would_lift_a_weak_drafter_and_may_be_chance_is_in_doubt():
+    others = [score_of(-0.1, 0.1, 1.0)] * 9
+    row, needed = suspects.unsettled([score_of(0.15, 0.16, 0.3), *others], rounds=300)
+    assert row["gain"]["value"] == 0.15 and 600 < needed < 1500
+    assert suspects.unsettled([score_of(0.07, 0.03, 0.2), *others], rounds=300) is None, "it would still be weak"
+    assert suspects.unsettled([score_of(0.15, 0.16, 1.0), *others], rounds=300) is None, "chance"
+    assert suspects.unsettled([score_of(0.15, 0.05, 0.001), *others], rounds=300) is None, "clearly better: no doubt"
+    assert suspects.unsettled(others, rounds=300) is None and suspects.unsettled([], rounds=0) is None
