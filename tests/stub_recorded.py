@@ -132,7 +132,11 @@ def serving(recorded: Recorded):
 
     async def answer(request: Request) -> Response:
         if request.method == "POST":
-            return recorded.generate(await request.json()) if request.url.path == "/generate" else Response(status_code=404)
+            return (
+                recorded.generate(await request.json())
+                if request.url.path == "/generate"
+                else Response(status_code=404)
+            )
         query = f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
         found = told.get(query, told.get(request.url.path))
         return JSONResponse({"detail": "Not Found"}, 404) if found is None else JSONResponse(found)

@@ -231,6 +231,18 @@ def worst(codes: Sequence[int]) -> int:
     return min(codes, key=WORST_FIRST.index)
 
 
+def check_gate(expected: float | None) -> None:
+    """Refuse a gate that no acceptance length can be held against, before anything is asked or computed for it.
+
+    Args:
+        expected: the least mean acceptance length; None: no gate.
+    Raises:
+        Eagle3Error: it is below 1, or no finite number.
+    """
+    if expected is not None and not 1 <= expected < float("inf"):
+        raise Eagle3Error(f"expect_length: found {expected}, expected a mean acceptance length of 1 or more")
+
+
 def gate_words(gate: Gate) -> str:
     """Whether a gate is met, with the interval of what was found."""
     expected, found = gate["expect_length"], gate["found"]
@@ -320,8 +332,7 @@ def _yield(values: Yield) -> str:
 def _gate(verdict: StoredVerdict, expected: float | None) -> Gate | None:
     if expected is None:
         return None
-    if not 1 <= expected < float("inf"):
-        raise Eagle3Error(f"expect_length: found {expected}, expected a mean acceptance length of 1 or more")
+    check_gate(expected)
     engine = _acceptance(verdict, "engine")
     nothing: Interval = {"value": None, "low": None, "high": None, "n": 0}
     found = engine["mean_length"] if engine else nothing
