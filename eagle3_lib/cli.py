@@ -240,6 +240,8 @@ def diagnose(
         eagle3 diagnose --metrics metrics.txt
         eagle3 diagnose quickstart
     """
+    from .verdict.card import check_gate
+
     given = [
         name
         for name, value in (("RUN", run), ("--url", url), ("--benchmark", benchmark), ("--metrics", metrics))
@@ -249,6 +251,11 @@ def diagnose(
         raise typer.BadParameter(
             f"found {' and '.join(given) or 'none'}, expected one of RUN, --url, --benchmark, --metrics"
         )
+    if metrics is None and (since or reference):
+        raise typer.BadParameter("--since and --reference go with --metrics")
+    if metrics is not None and (target or out):
+        raise typer.BadParameter("--target and --out do not go with --metrics: it replays nothing and writes nothing")
+    check_gate(expect_length or None)
     if run is not None:
         if drafter or target or out:
             raise typer.BadParameter("--drafter, --target and --out go without RUN: its params file names them")
@@ -302,7 +309,8 @@ def _diagnose_metrics(
     """The card of counters alone; returns its exit code."""
     from .stages import counters
 
-    card = counters.run(file, since, k, reference, _label(drafter) if drafter else "drafter", expect_length)
+    label = _label(drafter) if drafter else "drafter"
+    card = counters.run(file, since, k, reference, label, expect_length, drafter or "")
     typer.echo(card.text())
     return card.exit_code
 

@@ -23,6 +23,7 @@ def run(
     reference: str | None = None,
     drafter: str = "drafter",
     expect_length: float = 0.0,
+    folder: str = "",
 ) -> Card:
     """The card of a file that holds acceptance (:mod:`eagle3_lib.engines.records`).
 
@@ -31,6 +32,7 @@ def run(
         positions: K; 0 is what the file tells.
         reference: folder with a replay.json of this drafter on texts of the same kind, whose correct engine is the measure.
         expect_length: a gate; 0: none.
+        folder: the drafter's, for the next command; "" where it is not given.
     Raises:
         Eagle3Error: a file that is none of those known, K that the file contradicts, or a reference with another K.
     """
@@ -40,7 +42,7 @@ def run(
         raise Eagle3Error(f"--k: found {positions}, expected {found.positions} as {short_path(path)} tells")
     verdict = _verdict(found, found.positions or positions, reference, drafter, short_path(path))
     verdict.warnings = [*verdict.warnings, *found.notes]
-    asked = Asked(found.engine or "vllm", positions=found.positions or positions or 3)
+    asked = Asked(found.engine or "vllm", folder or Asked.drafter, positions=found.positions or positions or 3)
     files = [short_path(path)] + ([f"{reference}/replay.json"] if reference else [])
     return Card.of(verdict.as_dict(), None, "pooled", asked, files, expect_length or None)
 

@@ -33,7 +33,7 @@ from ..paths import project_path, short_path
 from ..results import BENCHMARK_SCHEMA, CARD_SCHEMA, Benchmark, Counters, CrossCheck, MeasuredRequest
 from ..targets import prompts, targets
 from ..verdict import diagnose, emitted
-from ..verdict.card import Asked, Card
+from ..verdict.card import Asked, Card, check_gate
 from ..verdict.rounds import contradiction
 from . import asking, benchmark, replay
 from .asking import Ask
@@ -76,8 +76,9 @@ def run(params: ServerParams) -> Card:
 
     Raises:
         Eagle3Error: no server, another model than the target, rounds that no EAGLE-3 replay can be held against
-            (:func:`eagle3_lib.engines.running.refuse`), K untold, or no prompt short enough.
+            (:func:`eagle3_lib.engines.running.refuse`), K untold, no prompt short enough, or a gate below 1.
     """
+    check_gate(params.expect_length or None)
     out, folder = project_path(params.out), targets.resolve(params.target)
     inputs = {"drafter": project_path(params.drafter)}
     checkpoint.check_fits(
@@ -98,6 +99,7 @@ def run(params: ServerParams) -> Card:
         traffic = _traffic(before, running.busy(server), requests)
         graded = _grade(told, requests, positions, traffic)
         remarks = [*told.untold, *served, *([traffic.words()] if traffic.seen else [])]
+        _clear(out)
         write_json(
             out / "server.json",
             {"told": asdict(told), "positions": positions, "grade": graded.grade, "traffic": asdict(traffic)}
@@ -108,6 +110,12 @@ def run(params: ServerParams) -> Card:
         for sentence in remarks:
             print(f"note: {sentence}")
     return card
+
+
+def _clear(out: Path) -> None:
+    """Remove what an earlier try, maybe of another server, left: where nothing is judged now, its verdict must not stay."""
+    for name in ("server", "benchmark", "replay", "verdict", "card"):
+        (out / f"{name}.json").unlink(missing_ok=True)
 
 
 def read(params: ServerParams) -> dict[str, Any]:
@@ -330,6 +338,8 @@ def _grade(told: Told, requests: list[MeasuredRequest], positions: int, traffic:
         )
     if told.tells_rounds:
         return Graded("told", requests, benchmark.cross_check(requests, None, None, positions))
+    if reason := _other_k(requests, positions):
+        return Graded(None, requests, reason=reason)
     checked = [request for request in requests if request.get("totals") or request.get("histogram")]
     if not checked:
         return Graded(
@@ -350,17 +360,44 @@ def _grade(told: Told, requests: list[MeasuredRequest], positions: int, traffic:
     return Graded(None, requests, reason=f"{joined}: it joins several rounds in one chunk")
 
 
+def _other_k(requests: Sequence[MeasuredRequest], positions: int) -> str:
+    """Why the answers' own totals are not those of K drafts in each round; "" where they may be, or tell no drafts."""
+    told = [request["totals"] for request in requests if request.get("totals")]
+    totals = [some for some in told if some and some["rounds"] and "drafted" in some]
+    other = [some for some in totals if some["drafted"] != positions * some["rounds"]]
+    if len(other) <= diagnose.MOST_CONTRADICTED * len(totals):
+        return ""
+    rounds, drafted = sum(some["rounds"] for some in other), sum(some["drafted"] for some in other)
+    return (
+        f"the server counted {drafted} drafts in {rounds} rounds of {len(other)} answers, which is {drafted / rounds:.2f} in a round, "
+        f"where K = {positions}: it was started with another K (--k), or drafts fewer at times"
+    )
+
+
 # --------------------------------------------------------------------------------------------------------------- judge
 
 
 def _judge(params: ServerParams, told: Told, positions: int, graded: Graded, out: Path) -> Card:
-    of_server = Asked(told.engine, params.drafter, told.target or params.target, short_path(out), positions)
+    of_server = Asked(
+        told.engine,
+        params.drafter,
+        told.target or params.target,
+        short_path(out),
+        positions,
+        replayed=params.target,
+    )
     expected = params.expect_length or None
     if graded.grade is None:
         verdict = diagnose.Verdict(
             params.name, diagnose.CANNOT_TELL, f"{params.name}: cannot tell, because {graded.reason}."
         )
         found = Card.of(verdict.as_dict(), None, "chunks", of_server, [short_path(out / "server.json")], expected)
+        found = replace(
+            found,
+            next=of_server.diagnose_url(),
+            after="remove the reason above, and ask the server again:",
+            evidence="what the server tells of itself; which rounds its answers were made in is not known",
+        )
         return _shown(out, found, told)
     write_json(out / "benchmark.json", _benchmark(params, told, positions, graded))
     values = {

@@ -66,6 +66,7 @@ class Asked:
     """What was served and where it was measured, for the next command; a name in capitals stands for what is not known.
 
     engine: "vllm", "sglang", or the run's name of it. drafter, benchmark: folders. target: a folder or hub id. run: the run's name.
+    replayed: the target as it was given to the replay, where the server calls it otherwise.
     """
 
     engine: str = "vllm"
@@ -74,6 +75,12 @@ class Asked:
     benchmark: str = "FOLDER"
     positions: int = 3
     run: str = ""
+    replayed: str = ""
+
+    @property
+    def local(self) -> str:
+        """The target as this project's own commands take it."""
+        return shlex.quote(self.replayed or self.target)
 
     @property
     def is_sglang(self) -> bool:
@@ -94,16 +101,14 @@ class Asked:
 
     def audit(self) -> str:
         engine = "sglang" if self.is_sglang else "vllm"
-        return (
-            f"eagle3 audit {shlex.quote(self.drafter)} --target {shlex.quote(self.target)} --engine {engine} --matrix"
-        )
+        return f"eagle3 audit {shlex.quote(self.drafter)} --target {self.local} --engine {engine} --matrix"
 
     def diagnose_url(self) -> str:
         """The command that asks a running server."""
-        return f"eagle3 diagnose --url http://HOST:PORT --drafter {shlex.quote(self.drafter)} --target {shlex.quote(self.target)}"
+        return f"eagle3 diagnose --url http://HOST:PORT --drafter {shlex.quote(self.drafter)} --target {self.local}"
 
     def diagnose(self) -> str:
-        words = ("--benchmark", self.benchmark, "--drafter", self.drafter, "--target", self.target)
+        words = ("--benchmark", self.benchmark, "--drafter", self.drafter, "--target", self.replayed or self.target)
         return f"eagle3 diagnose {shlex.join(words)}"
 
 
@@ -231,6 +236,18 @@ def worst(codes: Sequence[int]) -> int:
     return min(codes, key=WORST_FIRST.index)
 
 
+def check_gate(expected: float | None) -> None:
+    """Refuse a gate that no acceptance length can be held against, before anything is asked or computed for it.
+
+    Args:
+        expected: the least mean acceptance length; None: no gate.
+    Raises:
+        Eagle3Error: it is below 1, or no finite number.
+    """
+    if expected is not None and not 1 <= expected < float("inf"):
+        raise Eagle3Error(f"expect_length: found {expected}, expected a mean acceptance length of 1 or more")
+
+
 def gate_words(gate: Gate) -> str:
     """Whether a gate is met, with the interval of what was found."""
     expected, found = gate["expect_length"], gate["found"]
@@ -320,8 +337,7 @@ def _yield(values: Yield) -> str:
 def _gate(verdict: StoredVerdict, expected: float | None) -> Gate | None:
     if expected is None:
         return None
-    if not 1 <= expected < float("inf"):
-        raise Eagle3Error(f"expect_length: found {expected}, expected a mean acceptance length of 1 or more")
+    check_gate(expected)
     engine = _acceptance(verdict, "engine")
     nothing: Interval = {"value": None, "low": None, "high": None, "n": 0}
     found = engine["mean_length"] if engine else nothing

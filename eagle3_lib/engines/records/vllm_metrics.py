@@ -55,7 +55,7 @@ def read(document: Document, of: str = "") -> Recorded:
     """One scrape: everything since the server's start."""
     scrape = parse(document)
     notes = [
-        "One scrape counts since the server's start, warm-up included; the difference of two (read_difference) counts what "
+        "One scrape counts since the server's start, warm-up included; the difference to an earlier one (--since) counts what "
         "lies between them."
     ]
     return recorded(TOOL, scrape, document.where, of, notes)
