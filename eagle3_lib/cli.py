@@ -193,7 +193,8 @@ def diagnose(
     max_prompts: Annotated[int, typer.Option(min=1, help="With --url: of them, at most so many.")] = 20,
     max_tokens: Annotated[int, typer.Option(min=2, help="With --url: of each answer.")] = 96,
     states: Annotated[
-        bool, typer.Option(help="With --url: ask also with a warm prefix cache, on long prompts, late.")
+        bool,
+        typer.Option(help="With --url: ask also long prompts, with a cold and a warm prefix cache, and some at once."),
     ] = True,
     k: Annotated[
         int, typer.Option("--k", min=0, help="With --url or --metrics: K, where server or file does not tell it.")
@@ -333,7 +334,7 @@ def _diagnose_benchmark(values: dict[str, Any], out: str | None, expect_length: 
         engine = measured.read(params.benchmark).get("engine", "engine")
         replay.run(params, expect_length or None)
         _tell(engine, replay.verdict(params)["verdict"])
-        found = card.read(project_path(params.out) / "card.json")
+        found = card.of_replay(params).card
     typer.echo(found.text())
     return found.exit_code
 

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from ..results import MeasuredRequest
 from ..verdict.evidence import COLD, TOGETHER, WARM
 
-LONG_PROMPTS, LONG_TOKENS = (
-    5,
-    300,
-)  # asked cold and warm: two cache blocks of 128 tokens, of which vLLM drops the last for EAGLE
+LONG_PROMPTS = 5  # asked cold and warm
+LONG_TOKENS = 300  # of them at least: two cache blocks of 128 tokens, of which vLLM drops the last for EAGLE
 IN_COMPANY = 4  # prompts that are asked once more, all at once
 
 

@@ -53,7 +53,7 @@ def run(params: BenchmarkParams) -> Benchmark:
     """
     out, folder = project_path(params.out), targets.resolve(params.target)
     if params.drafter:
-        _check_drafter(params, folder)
+        check_drafter(params.drafter, params.target, folder)
     speculation = base.Speculation(
         params.mode, params.drafter, params.num_speculative_tokens, params.speculative_options
     )
@@ -180,10 +180,15 @@ def _since(before: Counters | None, after: Counters) -> Counters:
     }
 
 
-def _check_drafter(params: BenchmarkParams, folder: Path) -> None:
+def check_drafter(drafter: str, target: str, folder: Path) -> None:
+    """Refuse a drafter that does not fit the target in ``folder``.
+
+    Raises:
+        Eagle3Error: see :func:`eagle3_lib.drafter.checkpoint.check_fits`.
+    """
     config = targets.load_config(folder)
-    loaded = checkpoint.load(params.drafter, config.num_hidden_layers)
-    checkpoint.check_fits(loaded.drafter.config, config, params.drafter, params.target)
+    loaded = checkpoint.load(drafter, config.num_hidden_layers)
+    checkpoint.check_fits(loaded.drafter.config, config, drafter, target)
 
 
 def measure_acceptance(
@@ -237,8 +242,7 @@ def ask_alone(
     positions: int,
     max_tokens: int,
     sampling: SamplingSettings,
-    salt: str = "",
-    most_tries: int = CHUNK_TRIES,
+    salts: Sequence[str] = ("",) * CHUNK_TRIES,
 ) -> MeasuredRequest:
     """One answer with no other request under way, its rounds read off the stream and held against the engine's totals.
 
@@ -248,9 +252,9 @@ def ask_alone(
     Args:
         name: the request's id.
         positions: K.
-        salt: see :func:`eagle3_lib.engines.base.complete`. most_tries: 1 where a second ask would find another prefix cache.
+        salts: of each try, at least one; see :func:`eagle3_lib.engines.base.complete`.
     """
-    for tries in range(1, most_tries + 1):
+    for tries, salt in enumerate(salts, 1):
         before = serving.counters(server)
         answer = serving.complete(server, prompt_ids, max_tokens, sampling=sampling, salt=salt)
         answer.accepted = answer.rounds_from_chunks()

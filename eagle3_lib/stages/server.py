@@ -5,8 +5,8 @@ it is asked a few prompts, one at a time, and stage 08 replays and judges its an
 requests of others are told from ours by its own counters.
 
 What tells the rounds decides what can be said (:data:`eagle3_lib.results.Grade`): the answers themselves ("told"); the streamed
-chunks where each answer's own totals confirm them ("chunks"); else each answer's histogram ("histograms"), or the counters
-over all answers ("counters"). Where nothing of this is there the card says so, and what would tell.
+chunks where each answer's own totals confirm them ("chunks"); else each answer's histogram ("histograms"). Where nothing of this
+is there the card says so, and what would tell.
 """
 
 import os
@@ -20,7 +20,6 @@ import torch
 from tqdm import tqdm
 
 from .. import results
-from ..drafter import checkpoint
 from ..engines import running, serving
 from ..engines.access import Access
 from ..engines.base import Server
@@ -81,12 +80,7 @@ def run(params: ServerParams) -> Card:
     check_gate(params.expect_length or None)
     out, folder = project_path(params.out), targets.resolve(params.target)
     inputs = {"drafter": project_path(params.drafter)}
-    checkpoint.check_fits(
-        checkpoint.load(params.drafter, targets.load_config(folder).num_hidden_layers).drafter.config,
-        targets.load_config(folder),
-        params.drafter,
-        params.target,
-    )
+    benchmark.check_drafter(params.drafter, params.target, folder)
     server, told = running.find(access(params), params.model, params.stall_timeout_s)
     running.refuse(told, temperature=0)
     positions = _positions(params, told)
@@ -266,19 +260,10 @@ def _ask(server: Server, told: Told, positions: int, asked: "_Prompts", params: 
             answer = serving.complete(server, ask.prompt_ids, params.max_tokens, GREEDY, salt=ask.salt)
             request = cast(MeasuredRequest, {"id": ask.id, **asdict(answer), "tries": 1})
         else:
-            request = by_chunks(ask)
+            salts = ask.salts(benchmark.CHUNK_TRIES)
+            request = benchmark.ask_alone(server, ask.id, ask.prompt_ids, positions, params.max_tokens, GREEDY, salts)
         condition = {"condition": ask.condition} if ask.condition else {}
         return cast(MeasuredRequest, {**request, **started, **condition})
-
-    def by_chunks(ask: Ask) -> MeasuredRequest:
-        for tries, salt in enumerate(ask.salts(benchmark.CHUNK_TRIES), 1):
-            request = benchmark.ask_alone(
-                server, ask.id, ask.prompt_ids, positions, params.max_tokens, GREEDY, salt, most_tries=1
-            )
-            request["tries"] = tries
-            if not contradiction(request, positions):
-                break
-        return request
 
     if params.states and told.takes_salt:
         alone, company = asking.plan(asked.prompts, asked.long_prompts, bool(told.tells_rounds))

@@ -20,8 +20,8 @@ from .changes import HEALTHY as CORRECT
 from .rounds import comparable
 
 COUNTS = np.int16  # of accepted drafts; -1 where a request does not have the hypothesis
-COLD, WARM, TOGETHER = "cold", "warm", "together"  # conditions of a request: prefix cache empty, filled; in company
 PLACES = np.int32  # of requests, slots and rounds
+COLD, WARM, TOGETHER = "cold", "warm", "together"  # conditions of a request: prefix cache empty, filled; in company
 # Share of the rounds that can tell in which a healthy engine departs from the replay at most, by the coarser dtype of the
 # two: rounding turns near ties. Measured in benchmarks/results/healthy_zoo.json (the real vLLM on a CPU): float32 0 of 10,200
 # such rounds, bfloat16 15 of 741 (2.0 %, 4 of 83 at most in one run). On an H200 a bfloat16 SGLang departed in 4 of its 640

@@ -178,9 +178,8 @@ def _forget(runner: Any, request: Any) -> None:
         for name in names & set(group.layer_names):
             cache = layers[name].kv_cache
             cache = cache[0] if isinstance(cache, list) else cache
-            by_block = (
-                cache.transpose(0, 1) if cache.shape[0] == 2 else cache
-            )  # keys and values apart, or in each block
+            keys_and_values_apart = cache.shape[0] == 2
+            by_block = cache.transpose(0, 1) if keys_and_values_apart else cache
             by_block[cached] = 0
 
 
