@@ -406,7 +406,7 @@ def _confidence(verdict: StoredVerdict, grade: str) -> str:
         return f"{told}{share}.{ties}"
     unlike = f"{evidence.get('departing', 0)} of them are not a correct engine's"
     left = verdict["not_excluded"]
-    names = ", ".join(row["hypothesis"] for row in left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+    names = diagnose.listed([row["hypothesis"] for row in left], 3)
     open_ = f" Not excluded: {names}." if left else ""
     part = " Faults in a part of the run are not excluded." if grade in ("histograms", "counters") and not open_ else ""
     return f"{told}, {unlike}.{open_}{part}"

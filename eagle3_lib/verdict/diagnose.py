@@ -556,11 +556,12 @@ def would_decide(needed: int, compared: int) -> str:
 def _so_far(case: _Case) -> str:
     equal, rounds = len(case.table) - case.evidence["departing"], len(case.table)
     tell = case.evidence["can_tell"]
-    return f"{_rates(case)}; {equal} of {rounds} rounds are a correct engine's, of which {tell} can tell."
+    return f"{rates(case.evidence)}; {equal} of {rounds} rounds are a correct engine's, of which {tell} can tell."
 
 
-def _rates(case: _Case) -> str:
-    did, should = (case.evidence[who]["acceptance_rate"]["value"] for who in ("engine", "replay"))
+def rates(evidence: VerdictEvidence) -> str:
+    """What the engine accepted, and what a correct engine would have accepted."""
+    did, should = (evidence[who]["acceptance_rate"]["value"] for who in ("engine", "replay"))
     return f"the engine accepted {percent(did)} of the drafts, a correct engine would have accepted {percent(should)}"
 
 
@@ -578,14 +579,22 @@ def _strength(case: _Case) -> tuple[str, str]:
     limit = f" (the draft vocabulary allows {percent(ceiling)})" if ceiling is not None and ceiling < 0.995 else ""
     reach = f"a correct engine makes {length:.2f} tokens a round and accepts {first:.1%} of the first drafts{limit}"
     case.evidence["first_drafts"], case.evidence["break_even_length"] = first, case.break_even
-    if case.break_even is None:
-        weak, against = first < WEAK_FIRST, f", where fewer than {WEAK_FIRST:.0%} count as weak"
-    else:
-        weak = length < case.break_even
-        against = f", and speculation breaks even at {case.break_even:.2f} tokens a round in this engine"
+    weak, against = weakness(first, length, case.break_even)
     if weak:
-        return WEAK, f"{_rates(case)} ({same}). The drafter is weak on this text: {reach}{against}."
-    return HEALTHY, f"{_rates(case)} ({same}). The engine does what the drafter allows: {reach}."
+        return WEAK, f"{rates(case.evidence)} ({same}). The drafter is weak on this text: {reach}{against}."
+    return HEALTHY, f"{rates(case.evidence)} ({same}). The engine does what the drafter allows: {reach}."
+
+
+def weakness(first: float, length: float, break_even: float | None) -> tuple[bool, str]:
+    """Whether a drafter is weak, and against what it was held.
+
+    Args:
+        first: share of its first drafts that a correct engine accepts. length: tokens that such an engine makes a round.
+        break_even: the length at which speculation is as fast as plain decoding; None where it was not measured.
+    """
+    if break_even is None:
+        return first < WEAK_FIRST, f", where fewer than {WEAK_FIRST:.0%} count as weak"
+    return length < break_even, f", and speculation breaks even at {break_even:.2f} tokens a round in this engine"
 
 
 def _not_excluded(case: _Case) -> list[NotExcluded]:
@@ -605,11 +614,10 @@ def said_open(left: Sequence[NotExcluded]) -> str:
     """What a verdict without a fault leaves open, as a sentence."""
     if not left:
         return ""
-    names = ", ".join(row["hypothesis"] for row in left[:3])
-    more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+    names = listed([row["hypothesis"] for row in left], 3)
     most = max(row["rounds_that_differ"] for row in left)
     where = f"in all but {most} of these rounds" if most else "in every one of these rounds"
-    return f" Not excluded: {names}{more}, which accept the same {where}."
+    return f" Not excluded: {names}, which accept the same {where}."
 
 
 def _nothing(case: _Case, left: list[NotExcluded]) -> Verdict:
@@ -631,7 +639,7 @@ def _config(case: _Case, suspect: Score, departs: bool) -> Verdict:
     obeys = "The engine does not obey config.json there, and gains by it" if departs else "The engine obeys config.json"
     return case.verdict(
         CONFIG,
-        f"{_rates(case)}. {obeys}, but config.json does not describe this drafter: with {suspect['field']} = "
+        f"{rates(case.evidence)}. {obeys}, but config.json does not describe this drafter: with {suspect['field']} = "
         f"{suspect['value']} a correct engine would accept {gain} at the same rounds. To try: {suspect['shim']}",
         suspect=suspect,
     )
@@ -641,21 +649,28 @@ def _fault(case: _Case, best: Fit, ties: list[str], where: slices.Slice | None =
     explains = f"explains {best.explained} of the {best.departing} rounds that depart from a correct engine"
     also = ""
     if ties:
-        names = ", ".join(ties[:6]) + (f" and {len(ties) - 6} more" if len(ties) > 6 else "")
-        also = f" These rounds cannot tell it from: {names}."
-    remedy = ""
-    if best.name in FAULTS:
-        entry = FAULTS[best.name]
-        remedy = f" Confirm with: {entry.experiment}." if ties else f" Remedy: {entry.remedy}."
+        also = f" These rounds cannot tell it from: {listed(ties, 6)}."
     place = "" if where is None else f" {_place_words(case, where, 'It holds')}"
     return case.verdict(
         FAULT,
-        f"{_rates(case)}. Engine fault: {best.name}.{place} It {explains}, and of all {best.rounds} rounds that can tell it "
-        f"{best.rounds - best.unlike} are as it predicts.{also}{remedy}",
+        f"{rates(case.evidence)}. Engine fault: {best.name}.{place} It {explains}, and of all {best.rounds} rounds that can tell it "
+        f"{best.rounds - best.unlike} are as it predicts.{also}{remedy(best.name, ties)}",
         fault=best.name,
         ties=ties,
         where=where and where.as_dict(),
     )
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Some names as a text, with how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def remedy(fault: str, ties: Sequence[str]) -> str:
+    """What the catalogue says to do about a fault that is named, as a sentence; "" for one that it does not have."""
+    if fault not in FAULTS:
+        return ""
+    return f" Confirm with: {FAULTS[fault].experiment}." if ties else f" Remedy: {FAULTS[fault].remedy}."
 
 
 def _place_words(case: _Case, where: slices.Slice, said: str) -> str:
@@ -717,12 +732,12 @@ def _outside(case: _Case, inside: NDArray[Any], where: slices.Slice | None = Non
     case.evidence["cost"] = cost
     if departing <= SMALL_SHARE * compared and abs(cost) <= SMALL_COST:
         change = "costs" if cost >= 0 else "brings"
-        told = f"{_rates(case)}. Small deviation: {size}. It {change} {abs(cost):.1%} of the accepted drafts.{place}{most_like}"
+        told = f"{rates(case.evidence)}. Small deviation: {size}. It {change} {abs(cost):.1%} of the accepted drafts.{place}{most_like}"
         return case.verdict(SMALL, told, where=where_of)
     way = "in a way that the catalogue does not have"
     if like and like.explained >= NAMED[case.dtype] * like.departing and not like.excluded(case.noise):
         way = "and too few rounds depart to name the fault"
-    told = f"{_rates(case)}. The engine is at fault, {way}: {size}.{place}{most_like}"
+    told = f"{rates(case.evidence)}. The engine is at fault, {way}: {size}.{place}{most_like}"
     return case.verdict(UNKNOWN, told, where=where_of)
 
 

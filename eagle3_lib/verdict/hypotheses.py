@@ -9,7 +9,7 @@ from ..drafter.model import Drafter
 from ..results import MeasuredRequest, ReplayedRequest, Text
 from ..targets.capture import Features, Stream, capture
 from .changes import HEALTHY, TargetParts
-from .emitted import Told
+from .emitted import Compared, Told
 from .emitted import compare as compare_tokens
 from .faults import FAULTS
 from .lossless import Emission, wrong
@@ -226,9 +226,7 @@ def _examine(
             examined["suspects"] = {name: capped(of[index], drafted) for name, of in of_suspects.items()}
         known = placed[index] if isinstance(laid[index], Laid) else None
         tokens = compare_tokens(target, setups[HEALTHY].drafter, request, features[index], known, steps, told)
-        if tokens.greedy is not None:
-            examined["greedy"], examined["lossless"] = tokens.greedy, wrong(tokens.greedy)
-        yield examined, tokens.emission
+        yield _with_tokens(examined, tokens)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -253,9 +251,14 @@ def _examine_own(
         examined["own_rounds"] = {name: rounds[index] for name, rounds in own.items()}
         examined["suspects"] = {name: counts[index] for name, counts in of_suspects.items()}
         tokens = compare_tokens(target, setups[HEALTHY].drafter, request, features[index], None, steps, told)
-        if tokens.greedy is not None:
-            examined["greedy"], examined["lossless"] = tokens.greedy, wrong(tokens.greedy)
-        yield examined, tokens.emission
+        yield _with_tokens(examined, tokens)
+
+
+def _with_tokens(examined: ReplayedRequest, tokens: Compared) -> tuple[ReplayedRequest, Emission | None]:
+    """A request with what its tokens are beside the target's."""
+    if tokens.greedy is not None:
+        examined["greedy"], examined["lossless"] = tokens.greedy, wrong(tokens.greedy)
+    return examined, tokens.emission
 
 
 def forward(target: Any, setups: dict[str, Setup], requests: Sequence[Text]) -> tuple[list[Features], Texts]:

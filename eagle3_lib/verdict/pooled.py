@@ -563,7 +563,9 @@ def _as_correct(case: _Case, correct: Count, faulty: Sequence[Count]) -> Verdict
         case.evidence["rounds_needed"] = needed
         decide = diagnose.would_decide(needed, case.evidence["rounds_compared"])
         return case.verdict(
-            diagnose.NOT_ENOUGH, f"{_rates(case)} ({case.source}: {_unlike(correct)}). {decide}", not_excluded=left
+            diagnose.NOT_ENOUGH,
+            f"{diagnose.rates(case.evidence)} ({case.source}: {_unlike(correct)}). {decide}",
+            not_excluded=left,
         )
     if suspect := suspects.clearly_better(case.scores):
         return _config(case, suspect)
@@ -575,12 +577,8 @@ def _strength(case: _Case, correct: Count, rounds: NDArray[Any], left: list[NotE
     first, length = float((rounds > 0).mean()), 1 + float(rounds.mean())
     case.evidence["first_drafts"], case.evidence["break_even_length"] = first, case.break_even
     reach = f"a correct engine makes {length:.2f} tokens a round and accepts {first:.1%} of the first drafts"
-    if case.break_even is None:
-        weak, against = first < diagnose.WEAK_FIRST, f", where fewer than {diagnose.WEAK_FIRST:.0%} count as weak"
-    else:
-        weak = length < case.break_even
-        against = f", and speculation breaks even at {case.break_even:.2f} tokens a round in this engine"
-    said = f"{_rates(case)} ({case.source}: {_unlike(correct)})."
+    weak, against = diagnose.weakness(first, length, case.break_even)
+    said = f"{diagnose.rates(case.evidence)} ({case.source}: {_unlike(correct)})."
     limits = f" From {case.source}, a fault that holds in a part of the run, or leaves the counts as they are, is not excluded."
     open_ = diagnose.said_open(left) + limits
     doubt = suspects.unsettled(case.scores, len(rounds)) if weak else None
@@ -603,7 +601,7 @@ def _departs(case: _Case, correct: Count, faulty: Sequence[Count], hypotheses: i
     if sure and case.grade == HISTOGRAMS:
         best = next((count for count in sure if count.name == diagnose.NOTHING_AT_ALL), sure[0])
         return _fault(case, correct, best, [count.name for count in faulty if count is not best])
-    said = f"{_rates(case)}. {_sentence(case.source)}: {_unlike(correct)}."
+    said = f"{diagnose.rates(case.evidence)}. {_sentence(case.source)}: {_unlike(correct)}."
     like = faulty[0] if faulty else None
     case.evidence["most_like"] = _fitted(like, correct) if like else None
     few = correct.unlike <= WALK * diagnose.SMALL_SHARE * case.evidence["rounds_compared"]
@@ -615,9 +613,7 @@ def _departs(case: _Case, correct: Count, faulty: Sequence[Count], hypotheses: i
             f"of each request would tell"
         )
     if sure:
-        names = ", ".join(count.name for count in faulty[:6]) + (
-            f" and {len(faulty) - 6} more" if len(faulty) > 6 else ""
-        )
+        names = diagnose.listed([count.name for count in faulty], 6)
         way = f" Counters do not name it; of the catalogue these give the same: {names}. The rounds of each request would tell."
     else:
         way = " Nothing in the catalogue gives these counts; the rounds of each request tell more."
@@ -639,17 +635,11 @@ def _fault(case: _Case, correct: Count, best: Count, ties: list[str]) -> Verdict
     suspect = suspects.clearly_better(case.scores)
     if suspect and suspect.get("fault") == best.name:
         return _config(case, suspect)
-    also = remedy = ""
-    if ties:
-        names = ", ".join(ties[:6]) + (f" and {len(ties) - 6} more" if len(ties) > 6 else "")
-        also = f" {_sentence(case.source)} cannot tell it from: {names}."
-    if best.name in FAULTS:
-        entry = FAULTS[best.name]
-        remedy = f" Confirm with: {entry.experiment}." if ties else f" Remedy: {entry.remedy}."
+    also = f" {_sentence(case.source)} cannot tell it from: {diagnose.listed(ties, 6)}." if ties else ""
     return case.verdict(
         diagnose.FAULT,
-        f"{_rates(case)}. Engine fault: {best.name}. {_sentence(case.source)}: {_unlike(correct)}, and {_unlike(best)}."
-        f"{also}{remedy}",
+        f"{diagnose.rates(case.evidence)}. Engine fault: {best.name}. {_sentence(case.source)}: {_unlike(correct)}, and {_unlike(best)}."
+        f"{also}{diagnose.remedy(best.name, ties)}",
         fault=best.name,
         ties=ties,
     )
@@ -659,7 +649,7 @@ def _config(case: _Case, suspect: Score) -> Verdict:
     gain = f"{suspect['accepted']:.2f} drafts a round against {suspect['of_config']:.2f}"
     return case.verdict(
         diagnose.CONFIG,
-        f"{_rates(case)}. config.json does not describe this drafter: with {suspect['field']} = {suspect['value']} a correct engine "
+        f"{diagnose.rates(case.evidence)}. config.json does not describe this drafter: with {suspect['field']} = {suspect['value']} a correct engine "
         f"would accept {gain} at the rounds that it makes of these answers. To try: {suspect['shim']}",
         suspect=suspect,
     )
@@ -667,11 +657,6 @@ def _config(case: _Case, suspect: Score) -> Verdict:
 
 def _sentence(words: str) -> str:
     return words[:1].upper() + words[1:]
-
-
-def _rates(case: _Case) -> str:
-    did, should = (case.evidence[who]["acceptance_rate"]["value"] for who in ("engine", "replay"))
-    return f"the engine accepted {diagnose.percent(did)} of the drafts, a correct engine would have accepted {diagnose.percent(should)}"
 
 
 def _not_excluded(faulty: Sequence[Count]) -> list[NotExcluded]:
@@ -836,8 +821,7 @@ def _beside_reference(
         for row in rank_pooled(engine, curves)
         if row["p"] >= FALSE_ALARM and row["hypothesis"] != CORRECT
     ]
-    names = ", ".join(fits[:4]) + (f" and {len(fits) - 4} more" if len(fits) > 4 else "")
-    open_ = f" Not excluded by counters: {names}." if fits else ""
+    open_ = f" Not excluded by counters: {diagnose.listed(fits, 4)}." if fits else ""
     clear: Verdict = verdict(NO_ALARM, f"no alarm: {beside}. That is no proof of a healthy engine.{open_}")
     return clear
 
