@@ -702,7 +702,7 @@ def check(kind: type[T], values: Any, where: str, schema: int, needs_schema: boo
         Eagle3Error: another schema, or the first field that is missing or of another kind.
     """
     if not isinstance(values, Mapping):
-        raise Eagle3Error(f"{where}: found {_shown(values)}, expected the fields of a {kind.__name__}")
+        raise Eagle3Error(f"{where}: found {shown(values)}, expected the fields of a {kind.__name__}")
     found = values.get("schema")
     if found is None and needs_schema:
         raise Eagle3Error(f"{where}: schema: found none, expected {schema}; run the stage that writes it again")
@@ -747,7 +747,7 @@ def _explain(faults: Sequence[ErrorDetails], where: str, values: Any) -> str:
     if fault["type"] == "missing":
         return f"{where}: {field}: found none, expected this field{more}"
     expected = EXPECTED.get(fault["type"]) or fault["msg"].removeprefix("Input should be ")
-    return f"{where}: {field}: found {_shown(fault['input'])}, expected {expected}{more}"
+    return f"{where}: {field}: found {shown(fault['input'])}, expected {expected}{more}"
 
 
 # pydantic's names of faults, in words that fit counts and token ids.
@@ -772,6 +772,7 @@ def _is_branch(part: str | int) -> bool:
     return isinstance(part, str) and ("[" in part or part in ("str", "int", "none"))
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as an error shows it."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

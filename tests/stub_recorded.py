@@ -7,19 +7,16 @@ Its answers, and the rounds in which they are emitted, are those of a correct en
 import contextlib
 import copy
 import json
-import socket
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from stub_running import in_thread
 
 DATA = Path(__file__).parent / "data"
 RECORD = json.loads((DATA / "vllm_cpu_replay.json").read_text())
@@ -142,12 +139,5 @@ def serving(recorded: Recorded):
         return JSONResponse({"detail": "Not Found"}, 404) if found is None else JSONResponse(found)
 
     app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-    listening = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True).start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = server.force_exit = True
+    with in_thread(app) as place:
+        yield f"http://{place}"

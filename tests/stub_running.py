@@ -46,14 +46,20 @@ def record(name: str, without: tuple[str, ...] = (), **paths: object) -> dict:
 def serving(told: dict, **options: object):
     """The address of a server in a thread, for a ``with`` block; options of :func:`application`, and of TLS of uvicorn."""
     tls = {name: options.pop(name) for name in ("ssl_keyfile", "ssl_certfile") if name in options}
-    config = uvicorn.Config(application(told, **options), log_level="critical", lifespan="off", **tls)
-    server = uvicorn.Server(config)
+    with in_thread(application(told, **options), **tls) as place:
+        yield f"{'https' if tls else 'http'}://{place}"
+
+
+@contextlib.contextmanager
+def in_thread(app: Starlette, **options: str):
+    """Serve an application by uvicorn in a thread; gives HOST:PORT."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", **options))
     listening = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True).start()
     while not server.started:
         time.sleep(0.01)
     try:
-        yield f"{'https' if tls else 'http'}://127.0.0.1:{listening.getsockname()[1]}"
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = server.force_exit = True  # the thread closes the socket and ends by itself
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
 from ...errors import Eagle3Error
 from ...paths import project_path, short_path
 
@@ -55,6 +58,18 @@ def open_document(path: str | Path) -> Document:
     except (ValueError, RecursionError) as error:
         fault = str(error)
     return _open_lines(path, where, text, fault)
+
+
+def families_of(document: Document) -> list[Metric]:
+    """The metrics of Prometheus text.
+
+    Raises:
+        Eagle3Error: it is none.
+    """
+    try:
+        return list(text_string_to_metric_families(document.text))
+    except ValueError as error:
+        raise Eagle3Error(f"{document.where}: not Prometheus text (cut off?): {error}") from error
 
 
 def _open_stream(path: Path, where: str, text: str) -> Document:

@@ -7,8 +7,7 @@ from typing import Any, TypedDict
 
 from ...errors import Eagle3Error
 from ...results import Counters, RequestId
-
-SHOWN = 60  # characters of a value that an error shows
+from ...results import shown as shown
 
 
 class RecordedRequest(TypedDict):
@@ -48,12 +47,6 @@ class Recorded:
     exact: bool = True
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-
-
-def shown(value: Any) -> str:
-    """A value as an error shows it."""
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def count(value: Any, where: str) -> int:

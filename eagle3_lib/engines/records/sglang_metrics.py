@@ -8,10 +8,8 @@ sglang:spec_accept_rate are the values of the last "Decode batch" line (:mod:`ea
 import math
 import re
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from ...errors import Eagle3Error
-from .document import Document
+from .document import Document, families_of
 from .recorded import Recorded, amount, choose, count
 from .sglang_log import RATE_NOTE, of_chain
 
@@ -54,11 +52,7 @@ def read(document: Document, of: str = "") -> Recorded:
 
 def _gauges(document: Document) -> dict[tuple[str, str], list[float]]:
     gauges: dict[tuple[str, str], list[float]] = {}
-    try:
-        families = list(text_string_to_metric_families(document.text))
-    except ValueError as error:
-        raise Eagle3Error(f"{document.where}: not Prometheus text (cut off?): {error}") from error
-    for family in families:
+    for family in families_of(document):
         for sample in family.samples:
             if sample.name in (LENGTH, STEPS, DRAFT_TOKENS):
                 gauges.setdefault((sample.name, sample.labels.get("model_name", "")), []).append(sample.value)

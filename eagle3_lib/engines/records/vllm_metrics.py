@@ -9,11 +9,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from ...errors import Eagle3Error
 from ...results import Counters
-from .document import Document
+from .document import Document, families_of
 from .recorded import Recorded, add_up, choose, count, counters, mean_length, refuse_impossible, shown
 
 TOOL = "vllm metrics"
@@ -84,11 +82,7 @@ def parse(document: Document) -> Scrape:
         Eagle3Error: it is no Prometheus text, has none of these counters, or one is not a whole number from 0 on.
     """
     scrape: Scrape = {}
-    try:
-        families = list(text_string_to_metric_families(document.text))
-    except ValueError as error:
-        raise Eagle3Error(f"{document.where}: not Prometheus text (cut off?): {error}") from error
-    for family in families:
+    for family in families_of(document):
         for sample in family.samples:
             name = sample.name.removesuffix("_total")
             created = sample.name == f"{ROUNDS}_created"

@@ -99,9 +99,11 @@ def busy(server: Server) -> Busy | None:
 
 
 def _target(server: Server, info: dict[str, Any]) -> str:
-    for told_of in (info, look_at_object(server, "/model_info"), look_at_object(server, "/get_model_info")):
-        if told_of.get("model_path"):
-            return str(told_of["model_path"])
+    if info.get("model_path"):
+        return str(info["model_path"])
+    for path in ("/model_info", "/get_model_info"):
+        if found := look_at_object(server, path).get("model_path"):
+            return str(found)
     return ""
 
 

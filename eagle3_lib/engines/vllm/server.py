@@ -5,12 +5,13 @@ Read in vLLM 0.32.0 (CPU build): entrypoints/openai/api_server.py, config/specul
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+from prometheus_client import Metric
 
 from ...params import NEUTRAL_SAMPLING, Serving
 from ...results import Counters
@@ -156,10 +157,15 @@ def decode(server: Server, prompt_ids: list[int], tokens: int, batch: int) -> in
 
 
 def counters(server: Server) -> Counters | None:
-    """Speculation counters since the server's start; None where it has none. Read in v1/spec_decode/metrics.py."""
+    """Speculation counters since the server's start; None where it has none."""
+    return counters_in(metrics_of(server))
+
+
+def counters_in(families: Iterable[Metric]) -> Counters | None:
+    """The speculation counters of a scrape of /metrics. Read in v1/spec_decode/metrics.py."""
     rounds, drafted = 0, 0
     accepted: dict[int, int] = {}
-    for family in metrics_of(server):
+    for family in families:
         for sample in family.samples:
             if sample.name == "vllm:spec_decode_num_drafts_total":
                 rounds += int(sample.value)

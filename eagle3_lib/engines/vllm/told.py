@@ -20,7 +20,7 @@ from ...results import Counters
 from ..base import Completion, Server, complete, metrics_of
 from ..spec import version_tuple
 from ..told import PLAIN, Busy, Card, Told, look_at_object, sums_of, total_of, words_of
-from .server import counters
+from .server import counters, counters_in
 from .spec import SPEC
 
 SALT_SINCE = (0, 10)
@@ -64,7 +64,7 @@ def told(server: Server, card: Card, models: list[str]) -> Told:
     families = metrics_of(server)
     config = look_at_object(server, "/server_info?config_format=json").get("vllm_config")
     method, drafter, positions, positions_from = _speculation(config)
-    counted = counters(server)
+    counted = counters_in(families)
     if positions is None and counted:
         positions, positions_from = len(counted["accepted"]), "position labels of /metrics"
     if positions is None and answer.histogram:
@@ -113,7 +113,8 @@ def told(server: Server, card: Card, models: list[str]) -> Told:
 
 def busy(server: Server) -> Busy | None:
     """By the gauges and counters of /metrics; None without them (--disable-log-stats)."""
-    sums = sums_of(metrics_of(server))
+    families = metrics_of(server)
+    sums = sums_of(families)
     if "vllm:num_requests_running" not in sums:
         return None
     return Busy(
@@ -122,7 +123,7 @@ def busy(server: Server) -> Busy | None:
         answered=total_of(sums, "vllm:request_success_total"),
         prompt_tokens=total_of(sums, "vllm:prompt_tokens_total"),
         generated_tokens=total_of(sums, "vllm:generation_tokens_total"),
-        counters=counters(server),
+        counters=counters_in(families),
     )
 
 
