@@ -196,6 +196,12 @@ def diagnose(
         bool,
         typer.Option(help="With --url: ask also long prompts, with a cold and a warm prefix cache, and some at once."),
     ] = True,
+    repeat_after_s: Annotated[
+        int,
+        typer.Option(
+            metavar="S", min=0, help="With --url: ask the prompts once more after S seconds; goes on when killed."
+        ),
+    ] = 0,
     k: Annotated[
         int, typer.Option("--k", min=0, help="With --url or --metrics: K, where server or file does not tell it.")
     ] = 0,
@@ -286,6 +292,7 @@ def diagnose(
         "max_prompts": max_prompts,
         "max_tokens": max_tokens,
         "states": states,
+        "repeat_after_s": repeat_after_s,
         "expect_length": expect_length,
     }
     card = server.run(ServerParams.check(values, "eagle3 diagnose"))

@@ -482,8 +482,9 @@ class ServerParams(Stage):
     model: the name to ask for; "" is the only one that it serves. api_key_env, headers_env: environment variables that hold
     the key, and each header's value. ca_file, verify_tls: see :class:`eagle3_lib.engines.access.Access`.
     num_speculative_tokens: K; 0 is what the server tells. name: the drafter's in the verdict. states: also ask in the states
-    of :mod:`eagle3_lib.stages.asking`, such as with a warm prefix cache. expect_length: mean acceptance length that the card
-    holds the server to; 0: none.
+    of :mod:`eagle3_lib.stages.asking`, such as with a warm prefix cache. repeat_after_s: seconds after which the prompts are
+    asked once more, for faults that begin after a while; 0: not; needs states. expect_length: mean acceptance length that the
+    card holds the server to; 0: none.
     """
 
     out: str = "runs/{run}/server"
@@ -501,6 +502,7 @@ class ServerParams(Stage):
     max_prompts: int = Field(20, ge=1)
     max_tokens: int = Field(96, ge=2)
     states: bool = True
+    repeat_after_s: int = Field(0, ge=0)
     stall_timeout_s: int = Field(300, ge=1)
     expect_length: float = Field(0.0, ge=0)
     dtype: Literal["float32", "bfloat16"] = "float32"

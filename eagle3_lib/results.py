@@ -94,7 +94,7 @@ class MeasuredRequest(Text):
     drafted: drafts of each round. chunks: tokens of each streamed chunk. histogram: the engine's rounds by accepted count.
     started_s, seconds, first_token_s: when it was asked, and after how long it ended and its first token came. tries: how
     often it was asked until its rounds fitted the engine's counts. cached_tokens: prompt tokens that came from the prefix
-    cache. condition: the state of the server in which it was asked (:mod:`eagle3_lib.stages.asking`).
+    cache. condition: the state of the server in which it was asked (:mod:`eagle3_lib.verdict.conditions`).
     """
 
     id: RequestId
@@ -232,12 +232,19 @@ class GreedyChoices(TypedDict, total=False):
     own: list[int]
 
 
+class Reference(TypedDict):
+    """The first answer to the same prompt that was asked cold. differs_at: the first token at which the two differ."""
+
+    id: RequestId
+    differs_at: int | None
+
+
 class ReplayedRequest(TypedDict):
     """One answer of replay.json. hypotheses, suspects, since: accepted counts at the engine's rounds under each fault, each
     other config.json, and each fault that begins inside the answers. lossless: tokens that are not the target's first
     choice, near ties left out. Where the engine tells no rounds: histogram, its rounds by accepted count, totals, and own_rounds, the
     accepted counts of the rounds that each hypothesis would have made of the answer; suspects are then counts at the rounds of
-    a correct engine. cached_tokens, condition: as :class:`MeasuredRequest`."""
+    a correct engine. cached_tokens, condition: as :class:`MeasuredRequest`. reference: the answer that it is compared with."""
 
     id: RequestId
     prompt_length: NotRequired[int]
@@ -260,6 +267,7 @@ class ReplayedRequest(TypedDict):
     lossless: NotRequired[int]
     cached_tokens: NotRequired[int | None]
     condition: NotRequired[str]
+    reference: NotRequired[Reference | None]
     started_s: NotRequired[float | None]
     seconds: NotRequired[float | None]
     first_token_s: NotRequired[float | None]
@@ -434,6 +442,27 @@ class WrongTokens(TypedDict, total=False):
     requests: int
 
 
+class ConditionTokens(TypedDict):
+    """Answers of one condition (:mod:`eagle3_lib.verdict.conditions`).
+
+    compared: answers that have a cold one to the same prompt. differ: those of them that differ from it; first: the first token
+    at which any does. not_greedy: tokens that are not the target's first choice, near ties left out; wrong_answers: answers with
+    such tokens. own: [tokens that the target chose itself, not first choices]. pairs: answers with such tokens whose cold
+    one has none.
+    """
+
+    condition: str
+    answers: int
+    compared: int
+    differ: int
+    first: int | None
+    tokens: int
+    not_greedy: int
+    wrong_answers: int
+    own: list[int]
+    pairs: int
+
+
 class FittedHypothesis(TypedDict):
     """The hypothesis most like an unknown fault (:class:`eagle3_lib.verdict.diagnose.Fit`)."""
 
@@ -461,6 +490,7 @@ class VerdictEvidence(TypedDict, total=False):
     unjudged: dict[str, str]
     most_drafted: int | None
     tokens_not_greedy: WrongTokens
+    conditions: list[ConditionTokens]
     slices: dict[str, list[dict[str, int]]]
     config: list[Score]
     rounds_needed: int
@@ -471,7 +501,8 @@ class VerdictEvidence(TypedDict, total=False):
 
 
 class Where(TypedDict):
-    """The part of a run that has a fault (:class:`eagle3_lib.verdict.slices.Slice`). inside, outside: [departing, rounds]."""
+    """The part of a run that has a fault (:class:`eagle3_lib.verdict.slices.Slice`). inside, outside: [departing, rounds]. at:
+    since or until as seconds since the epoch, where they are times."""
 
     by: str
     since: int | None
@@ -480,6 +511,7 @@ class Where(TypedDict):
     inside: list[int] | tuple[int, int]
     outside: list[int] | tuple[int, int]
     requests: list[int] | None
+    at: NotRequired[float | None]
 
 
 class NotExcluded(TypedDict):

@@ -41,6 +41,8 @@ ORDERS = {
     "beside": "other requests at the time",
     "cached": "prompt tokens from the prefix cache",
     "prompt": "tokens of the prompt",
+    "distance": "tokens after the cached prefix",
+    "sent": "when the request was sent (seconds after the first)",
 }
 
 

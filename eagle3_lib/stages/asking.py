@@ -1,18 +1,24 @@
-"""What a running server is asked, and in which state: with a cold and a warm prefix cache, on long prompts, in company.
+"""What a running server is asked, and in which state: cold and warm prefix cache, long prompts, in company, some time later.
 
 Faults of a server's state show in one of them alone (vllm#47930: acceptance falls with prefix caching). A salt separates the
 prefix cache of a request from all others, so that the first ask with a new salt is cold, whatever was asked before, and a second one
 right after it is warm. Requests are asked one at a time; in company only where the engine tells the rounds of each answer,
 since streamed chunks tell them for one request at a time.
+
+The long prompts stand in the middle of the short ones, so that a fault on long prompts is no fault that begins at a time.
 """
 
+import datetime
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from tqdm import tqdm
+
 from ..results import MeasuredRequest
-from ..verdict.evidence import COLD, TOGETHER, WARM
+from ..verdict.conditions import COLD, LATE, TOGETHER, WARM
 
 LONG_PROMPTS = 5  # asked cold and warm
 LONG_TOKENS = 300  # of them at least: two cache blocks of 128 tokens, of which vLLM drops the last for EAGLE
@@ -41,24 +47,41 @@ class Ask:
 
 
 One = Callable[[Ask], MeasuredRequest]
+Prompts = Sequence[tuple[str, list[int]]]  # (id, token ids)
 
 
-def plan(
-    prompts: Sequence[tuple[str, list[int]]], long_prompts: Sequence[tuple[str, list[int]]], in_company: bool
-) -> tuple[list[Ask], list[Ask]]:
+def plan(prompts: Prompts, long_prompts: Prompts, in_company: bool) -> tuple[list[Ask], list[Ask]]:
     """The requests that are asked one after the other, each warm one right after its cold one, and those asked at once afterwards.
 
     Args:
-        prompts: (id, token ids), each asked once, cold.
+        prompts: each asked once, cold.
         long_prompts: of :func:`lengthened`, each asked cold and then warm.
         in_company: whether some prompts are asked again together.
     """
-    alone = [Ask(name, ids, COLD, _salt()) for name, ids in prompts]
+    short = [Ask(name, ids, COLD, _salt()) for name, ids in prompts]
+    pairs: list[Ask] = []
     for name, ids in long_prompts:
         salt = _salt()
-        alone += [Ask(f"{name} {state}", ids, state, salt, paired=True) for state in (COLD, WARM)]
+        pairs += [Ask(f"{name} {state}", ids, state, salt, paired=True) for state in (COLD, WARM)]
+    half = len(short) // 2
     some = prompts[:IN_COMPANY] if in_company else []
-    return alone, [Ask(f"{name} {TOGETHER}", ids, TOGETHER, _salt()) for name, ids in some]
+    together = [Ask(f"{name} {TOGETHER}", ids, TOGETHER, _salt()) for name, ids in some]
+    return short[:half] + pairs + short[half:], together
+
+
+def again(prompts: Prompts) -> list[Ask]:
+    """The short prompts once more, each with a cold prefix cache, for the time after :func:`wait`."""
+    return [Ask(f"{name} {LATE}", ids, LATE, _salt()) for name, ids in prompts]
+
+
+def wait(until_s: float, step_s: float = 1.0) -> None:
+    """Wait until a time in seconds since the epoch, with a progress bar."""
+    seconds = max(until_s - time.time(), 0.0)
+    clock = datetime.datetime.fromtimestamp(until_s, datetime.UTC).strftime("%H:%M:%S")
+    with tqdm(total=round(seconds), desc=f"waiting until {clock} UTC", unit="s", mininterval=2) as bar:
+        while (left := until_s - time.time()) > 0:
+            time.sleep(min(step_s, left))
+            bar.update(round(seconds - max(until_s - time.time(), 0.0)) - bar.n)
 
 
 def lengthened(texts: Sequence[str], render: Callable[[str], list[int]], most: int) -> list[tuple[str, list[int]]]:

@@ -11,7 +11,7 @@ is there the card says so, and what would tell.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,11 +25,20 @@ from ..engines.access import Access
 from ..engines.base import Server
 from ..engines.running import Busy, Told
 from ..errors import Eagle3Error
-from ..files import write_json
+from ..files import sha256, write_json
+from ..journal import Journal
 from ..manifest import stage
 from ..params import GREEDY, ReplayParams, ServerParams
 from ..paths import project_path, short_path
-from ..results import BENCHMARK_SCHEMA, CARD_SCHEMA, Benchmark, Counters, CrossCheck, MeasuredRequest
+from ..results import (
+    BENCHMARK_SCHEMA,
+    CARD_SCHEMA,
+    Benchmark,
+    ConditionTokens,
+    Counters,
+    CrossCheck,
+    MeasuredRequest,
+)
 from ..targets import prompts, targets
 from ..verdict import diagnose, emitted
 from ..verdict.card import Asked, Card, check_gate
@@ -59,6 +68,15 @@ class Traffic:
             return self.running > 0
         return bool(self.answers or self.tokens)
 
+    def and_later(self, other: "Traffic") -> "Traffic":
+        """Of this time and of a later one."""
+        return Traffic(
+            max(self.running, other.running),
+            _sum(self.answers, other.answers),
+            _sum(self.tokens, other.tokens),
+            _sum(self.rounds, other.rounds),
+        )
+
     def words(self) -> str:
         """A sentence for notes and reports."""
         counts = {"answers": self.answers, "tokens": self.tokens, "rounds": self.rounds}
@@ -67,15 +85,21 @@ class Traffic:
         return f"others use this server: {self.running} requests were under way when we began{more}"
 
 
+def _sum(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one + other
+
+
 def run(params: ServerParams) -> Card:
     """Find the server, ask it, replay its answers and judge them.
 
     Writes into ``params.out``: server.json (what the server told, and what was seen of other traffic), benchmark.json, and stage
-    08's replay.json, verdict.json and card.json.
+    08's replay.json, verdict.json and card.json. While it waits to ask once more, first_answers.jsonl keeps what was answered, so
+    that a killed run waits on.
 
     Raises:
         Eagle3Error: no server, another model than the target, rounds that no EAGLE-3 replay can be held against
-            (:func:`eagle3_lib.engines.running.refuse`), K untold, no prompt short enough, or a gate below 1.
+            (:func:`eagle3_lib.engines.running.refuse`), K untold, no prompt short enough, a gate below 1, or a server that cannot
+            be asked once more with a cold cache.
     """
     check_gate(params.expect_length or None)
     out, folder = project_path(params.out), targets.resolve(params.target)
@@ -83,14 +107,15 @@ def run(params: ServerParams) -> Card:
     benchmark.check_drafter(params.drafter, params.target, folder)
     server, told = running.find(access(params), params.model, params.stall_timeout_s)
     running.refuse(told, temperature=0)
+    _check_repeat(params, told)
     positions = _positions(params, told)
     asked = _prompts(params, folder, told)
     with stage("server", params, inputs) as notes:
         _show(told, positions)
         served = _check_model(params, folder, server, asked.prompts)
-        before = running.busy(server)
-        requests = _ask(server, told, positions, asked, params)
-        traffic = _traffic(before, running.busy(server), requests)
+        asker = _Asker(server, told, positions, asked, params)
+        first_answers = out / "first_answers.jsonl"
+        requests, traffic = asker.ask_again_later(first_answers) if params.repeat_after_s else asker.ask()
         graded = _grade(told, requests, positions, traffic)
         remarks = [*told.untold, *served, *([traffic.words()] if traffic.seen else [])]
         _clear(out)
@@ -100,6 +125,7 @@ def run(params: ServerParams) -> Card:
             | {"remarks": remarks},
         )
         card = _judge(params, told, positions, graded, out)
+        first_answers.unlink(missing_ok=True)
         notes |= {"verdict": card.kind, "grade": graded.grade, "remarks": remarks}
         for sentence in remarks:
             print(f"note: {sentence}")
@@ -122,6 +148,13 @@ def read(params: ServerParams) -> dict[str, Any]:
     return found
 
 
+def conditions(params: ServerParams) -> list[ConditionTokens]:
+    """What the answers of each condition are beside the cold ones; [] where there is one condition, or nothing was judged."""
+    if not (project_path(params.out) / "verdict.json").is_file():
+        return []
+    return replay.read_verdict(params.out)["verdict"]["evidence"].get("conditions", [])
+
+
 def access(params: ServerParams) -> Access:
     """How the server is reached; key and headers come from the environment.
 
@@ -136,6 +169,26 @@ def access(params: ServerParams) -> Access:
     headers = {header: os.environ[name] for header, name in params.headers_env.items()}
     key = os.environ[params.api_key_env] if params.api_key_env else ""
     return Access(params.url, key, headers, params.ca_file, params.verify_tls)
+
+
+def _check_repeat(params: ServerParams, told: Told) -> None:
+    """Refuse to ask once more where the cache would be warm then: it would not be known what departing rounds come from.
+
+    Raises:
+        Eagle3Error
+    """
+    if not params.repeat_after_s:
+        return
+    if not params.states:
+        raise Eagle3Error(
+            f"repeat_after_s: found {params.repeat_after_s} without states, expected states = true: prompts are asked once more "
+            f"with a cold prefix cache"
+        )
+    if not told.takes_salt:
+        raise Eagle3Error(
+            f"repeat_after_s: found {params.repeat_after_s} and a server that takes no cache salt, expected 0: the prompts that are "
+            f"asked once more would come from the prefix cache"
+        )
 
 
 def _positions(params: ServerParams, told: Told) -> int:
@@ -251,26 +304,80 @@ def _check_model(
     return []
 
 
-def _ask(server: Server, told: Told, positions: int, asked: "_Prompts", params: ServerParams) -> list[MeasuredRequest]:
-    """The answers, in the order of the plan. None is kept of an earlier try: the server may have been started anew since."""
+Answers = tuple[list[MeasuredRequest], Traffic]
 
-    def one(ask: Ask) -> MeasuredRequest:
+
+@dataclass(frozen=True)
+class _Asker:
+    """One server, and what it is asked."""
+
+    server: Server
+    told: Told
+    positions: int
+    asked: "_Prompts"
+    params: ServerParams
+
+    def ask(self) -> Answers:
+        """The answers, in the order of the plan. None is kept of an earlier try: the server may have been started anew since."""
+        if self.params.states and self.told.takes_salt:
+            alone, company = asking.plan(self.asked.prompts, self.asked.long_prompts, bool(self.told.tells_rounds))
+        else:
+            alone, company = [Ask(name, ids) for name, ids in self.asked.prompts], []
+        return self._watched(lambda: self._in_turn(alone) + asking.together(company, self._one))
+
+    def ask_again_later(self, path: Path) -> Answers:
+        """As :meth:`ask`, and the short prompts once more ``repeat_after_s`` seconds later.
+
+        Args:
+            path: a journal of the first answers; a killed run goes on from it, unless the server was started anew since.
+        """
+        journal = Journal(path, self._settings())
+        if journal.rows and self._started_anew(journal.rows[0]):
+            print(f"{short_path(path)}: the server was started anew since; it is asked again from the beginning")
+            journal.delete()
+            journal = Journal(path, self._settings())
+        if not journal.rows:
+            requests, traffic = self.ask()
+            row = {"requests": requests, "traffic": asdict(traffic), "ended_s": time.time()}
+            now = running.busy(self.server)
+            journal.rows.append(row | {"counted": asdict(now) if now else {}})
+            journal.add(journal.rows[0])
+        first = journal.rows[0]
+        asking.wait(first["ended_s"] + self.params.repeat_after_s)
+        later, traffic_later = self._watched(lambda: self._in_turn(asking.again(self.asked.prompts)))
+        return first["requests"] + later, Traffic(**first["traffic"]).and_later(traffic_later)
+
+    def _settings(self) -> dict[str, Any]:
+        """What must be the same for a killed run to go on."""
+        of_server = {name: getattr(self.told, name) for name in ("engine", "version", "model", "target", "drafter")}
+        prompts_hash = sha256(project_path(self.params.prompts))
+        return {"params": self.params.model_dump(), "server": of_server, "prompts_sha256": prompts_hash}
+
+    def _started_anew(self, first: dict[str, Any]) -> bool:
+        """Whether the server has counted less than when the first answers ended."""
+        now = running.busy(self.server)
+        counts = [(first["counted"].get(name), getattr(now, name, None)) for name in ("answered", "generated_tokens")]
+        return any(then is not None and since is not None and since < then for then, since in counts)
+
+    def _in_turn(self, asks: Sequence[Ask]) -> list[MeasuredRequest]:
+        return [self._one(ask) for ask in tqdm(asks, desc="asking", mininterval=2)]
+
+    def _watched(self, answers: Callable[[], list[MeasuredRequest]]) -> Answers:
+        before = running.busy(self.server)
+        requests = answers()
+        return requests, _traffic(before, running.busy(self.server), requests)
+
+    def _one(self, ask: Ask) -> MeasuredRequest:
+        server, most = self.server, self.params.max_tokens
         started = {"started_s": round(time.time(), 3)}
-        if told.tells_rounds:
-            answer = serving.complete(server, ask.prompt_ids, params.max_tokens, GREEDY, salt=ask.salt)
+        if self.told.tells_rounds:
+            answer = serving.complete(server, ask.prompt_ids, most, GREEDY, salt=ask.salt)
             request = cast(MeasuredRequest, {"id": ask.id, **asdict(answer), "tries": 1})
         else:
             salts = ask.salts(benchmark.CHUNK_TRIES)
-            request = benchmark.ask_alone(server, ask.id, ask.prompt_ids, positions, params.max_tokens, GREEDY, salts)
+            request = benchmark.ask_alone(server, ask.id, ask.prompt_ids, self.positions, most, GREEDY, salts)
         condition = {"condition": ask.condition} if ask.condition else {}
         return cast(MeasuredRequest, {**request, **started, **condition})
-
-    if params.states and told.takes_salt:
-        alone, company = asking.plan(asked.prompts, asked.long_prompts, bool(told.tells_rounds))
-    else:
-        alone, company = [Ask(name, ids) for name, ids in asked.prompts], []
-    answers = [one(ask) for ask in tqdm(alone, desc="asking", mininterval=2)]
-    return answers + asking.together(company, one)
 
 
 def _traffic(before: Busy | None, after: Busy | None, requests: Sequence[MeasuredRequest]) -> Traffic:

@@ -16,7 +16,7 @@ from typing import cast
 
 from ..errors import Eagle3Error
 from ..results import Acceptance, Cost, Gate, Interval, StoredCard, StoredVerdict, Yield
-from . import diagnose, slices
+from . import conditions, diagnose, slices
 
 FINE, OF_DRAFTER, OF_ENGINE, UNTOLD = 0, 1, 2, 3
 EXIT = {
@@ -52,12 +52,15 @@ LABELS = {  # of the fields of a card, in the order in which they are read
 UNKNOWN = "unknown"
 # Another config.json that undoes what an engine does to the boundaries.
 UNDOES = {"boundaries -1": "boundaries +1", "boundaries +1": "boundaries -1"}
-FLAGS = {  # of vLLM and SGLang, that avoid a fault
-    "prompt missing in drafter cache": ("--no-enable-prefix-caching", "--disable-radix-cache"),
+# Flags of vLLM and SGLang.
+WITHOUT_CACHE = ("--no-enable-prefix-caching", "--disable-radix-cache")
+FLAGS = {  # that avoid a fault
+    "prompt missing in drafter cache": WITHOUT_CACHE,
     "cliff after step 0": ("--enforce-eager", "--disable-cuda-graph"),
     "nothing accepted": ("--enforce-eager", "--disable-cuda-graph"),
     "float8 features": ("--dtype bfloat16", "--dtype bfloat16"),
 }
+ONE_AT_A_TIME = ("--max-num-seqs 1", "--max-running-requests 1")
 UNKNOWN_FLAGS = ("--enforce-eager --no-enable-prefix-caching", "--disable-cuda-graph --disable-radix-cache")
 
 
@@ -394,6 +397,8 @@ def _confidence(verdict: StoredVerdict, grade: str) -> str:
         return "no cause is named."
     if "can_tell" not in evidence:
         return "counts of other text are no proof."
+    if _untrusted(verdict) and evidence.get("conditions"):
+        return f"wrong tokens by condition: {conditions.counts(evidence['conditions'])}."
     told = f"{evidence['can_tell']} rounds that can tell"
     if kind == diagnose.FAULT:
         row = next((r for r in evidence.get("ranking", []) if r.get("hypothesis") == verdict["fault"]), None)
@@ -426,10 +431,8 @@ def _next(verdict: StoredVerdict, grade: str, asked: Asked) -> tuple[str, str]:
     if kind == diagnose.CONFIG and suspect and suspect.get("shim"):
         return suspect["shim"], "write a copy of the drafter with that value, serve it, and diagnose again:"
     where = verdict["where"]
-    if where and where["by"] == slices.CACHED and where["since"] is not None:
-        return asked.serve(
-            "--no-enable-prefix-caching", "--disable-radix-cache"
-        ), f"serve without prefix caching until the engine is mended, {again}:"
+    if where and where["by"] in slices.OF_CACHE and (where["by"] != slices.CACHED or where["since"] is not None):
+        return asked.serve(*WITHOUT_CACHE), f"serve without prefix caching until the engine is mended, {again}:"
     if kind == diagnose.FAULT:
         return _next_of_fault(verdict, asked)
     if kind == diagnose.WEAK:
@@ -445,9 +448,7 @@ def _next(verdict: StoredVerdict, grade: str, asked: Asked) -> tuple[str, str]:
     if kind == diagnose.NOTHING:
         return asked.audit(), "let the audit check map, head and config before anything else is tried:"
     if kind == diagnose.TARGET:
-        return asked.serve(
-            "--no-enable-prefix-caching", "--disable-radix-cache"
-        ), f"serve without prefix caching, {again}:"
+        return asked.serve(*WITHOUT_CACHE), f"serve without prefix caching, {again}:"
     if kind == diagnose.NOT_ENOUGH:
         return asked.diagnose(), "ask for more answers of the same kind, add them to benchmark.json, and judge again:"
     told = grade in ("told", "chunks")
@@ -473,6 +474,13 @@ def _next_of_fault(verdict: StoredVerdict, asked: Asked) -> tuple[str, str]:
         return shim, "write a copy of the drafter whose config.json undoes it, serve that, and diagnose again:"
     if fault in FLAGS:
         return asked.serve(*FLAGS[fault]), "serve without what is suspected, then measure and diagnose again:"
+    if _untrusted(verdict) and fault.endswith(conditions.ONLY[conditions.WARM]):
+        return (
+            asked.serve(*WITHOUT_CACHE),
+            "serve without prefix caching until the engine is mended, then measure and diagnose again:",
+        )
+    if _untrusted(verdict) and fault.endswith(conditions.ONLY[conditions.TOGETHER]):
+        return asked.serve(*ONE_AT_A_TIME), "serve one request at a time, then measure and diagnose again:"
     if _untrusted(verdict):
         return (
             asked.diagnose(),

@@ -34,9 +34,9 @@ from ..results import (
     VerdictEvidence,
     Where,
 )
-from . import slices, suspects
+from . import conditions, slices, suspects, wrong_tokens
 from .changes import HEALTHY as CORRECT
-from .evidence import FALSE_ALARM, LEAST_DEPARTING, NOISE, Evidence, Table, agreement, surely_more
+from .evidence import FALSE_ALARM, LEAST_DEPARTING, NOISE, WRONG_TOKENS, Evidence, Table, agreement, surely_more
 from .faults import FAULTS
 from .rounds import NOT_TOLD
 
@@ -68,7 +68,6 @@ WEAK_FIRST = (
 HARDLY_ANY = 0.01  # accepted drafts in a round: below it, nothing is accepted
 LEAST_ROUNDS = 45  # 0.9 ** 45 < 1 %
 NOT_GREEDY = 0.05  # share of tokens that are not the target's first choice, near ties left out, that stops the verdict
-WRONG_TOKENS = 0.001  # the same share from which on a warning is given: a healthy engine had none of 50,000 tokens
 MOST_CONTRADICTED = 0.2  # of the answers may have joined chunks; with more, rounds read off chunks are no evidence
 CLAIM_ROUNDS = 5  # rounds that a correct engine accepts further than any of the engine's, before its K is doubted
 LEAST_IN_CHUNKS = 0.95  # agreement that prompts in chunks leave: 0.97 and more with chunks of 32 tokens, prompts of 40
@@ -168,6 +167,8 @@ def _judge_tokens(case: _Case) -> Verdict | None:
     sampled = found.replay.get("sampled")
     if sampled:
         return None if sampled["lossless"] else _judge_sampled(case, sampled)
+    if of_condition := _judge_condition(case):
+        return of_condition
     if found.not_greedy <= NOT_GREEDY * found.tokens or found.not_greedy < LEAST_DEPARTING:
         return None
     wrong = f"{found.not_greedy} of {found.tokens} tokens are not the target's first choice"
@@ -177,6 +178,22 @@ def _judge_tokens(case: _Case) -> Verdict | None:
     if plain and not plain["sampled"]:
         return _beside_plain(case, wrong, plain)
     return _without_plain(case, wrong)
+
+
+def _judge_condition(case: _Case) -> Verdict | None:
+    """The verdict where tokens are wrong in one condition alone, whatever their share of the run; None where they are not."""
+    found = wrong_tokens.find(case.found.conditions)
+    plain = case.found.replay.get("plain")
+    if found is None or (plain and plain["not_greedy"]):
+        return None
+    if not found.certain:
+        return case.cannot_tell(
+            f"{found.counts}: too few answers are wrong to tell whether the condition is the cause ({found.fault}?). Ask more "
+            f"prompts in that condition"
+        )
+    return case.verdict(
+        FAULT, f"engine fault: {found.fault}; {found.counts}. Its acceptance says nothing.", fault=found.fault
+    )
 
 
 def _beside_plain(case: _Case, wrong: str, plain: PlainTokens) -> Verdict:
@@ -215,7 +232,11 @@ def _of_requests(found: Evidence) -> str:
     requests = len(found.engine_rounds)
     if found.wrong_requests == requests:
         return f"such tokens stand in all {requests} requests, as another checkpoint would make them"
-    return f"such tokens stand in {found.wrong_requests} of {requests} requests, where another checkpoint would show in all"
+    by_condition = f" ({conditions.counts(found.conditions)} tokens)" if found.conditions else ""
+    return (
+        f"such tokens stand in {found.wrong_requests} of {requests} requests{by_condition}, where another checkpoint would show "
+        f"in all"
+    )
 
 
 def _not_lossless(case: _Case, wrong: str) -> Verdict:

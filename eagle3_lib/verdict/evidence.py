@@ -14,20 +14,24 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from ..results import Interval, Replay, ReplayedRequest, VerdictEvidence, WrongTokens
+from ..results import ConditionTokens, Interval, Replay, ReplayedRequest, VerdictEvidence, WrongTokens
+from . import conditions
 from .acceptance import bootstrap, summary
 from .changes import HEALTHY as CORRECT
 from .rounds import comparable
 
 COUNTS = np.int16  # of accepted drafts; -1 where a request does not have the hypothesis
 PLACES = np.int32  # of requests, slots and rounds
-COLD, WARM, TOGETHER = "cold", "warm", "together"  # conditions of a request: prefix cache empty, filled; in company
 # Share of the rounds that can tell in which a healthy engine departs from the replay at most, by the coarser dtype of the
 # two: rounding turns near ties. Measured in benchmarks/results/healthy_zoo.json (the real vLLM on a CPU): float32 0 of 10,200
 # such rounds, bfloat16 15 of 741 (2.0 %, 4 of 83 at most in one run). On an H200 a bfloat16 SGLang departed in 4 of its 640
 # rounds. float16 has 3 bits more than bfloat16.
 NOISE = {"float32": 0.001, "float16": 0.01, "bfloat16": 0.03}
+EPOCH_S = 1e9  # a start below it is no time since the epoch
 LEAST_DEPARTING = 3  # fewer departing rounds are never a finding: one event is no pattern
+WRONG_TOKENS = (
+    0.001  # share of wrong tokens from which on a warning is given: a healthy engine had none of 50,000 tokens
+)
 FALSE_ALARM = 0.01  # of one decision of a verdict, over all the hypotheses it looks at
 
 
@@ -38,7 +42,9 @@ class Table:
     request: index of its request. slot: of the text; place: of the answer, 0 at its first token, so -1 where a round starts
     at the prompt's last slot. round: its number in the request, counted from 0. beside: other requests that ran at the time,
     nan where the run does not say. cached: prompt tokens of its request that came from the prefix cache, nan where not told;
-    prompt: tokens of its prompt. engine, correct: accepted counts. drafted: drafts of the round. outside: a correct
+    prompt: tokens of its prompt. distance: slots from the end of the cached prefix, 0 at the first one after it, nan without a
+    hit or where its length is not told. sent: when its request was sent, in seconds after the run's first one, nan where not
+    told; began: when the first was sent, in seconds since the epoch, None where not told. engine, correct: accepted counts. drafted: drafts of the round. outside: a correct
     engine stops there at a token outside the draft vocabulary. counts: accepted counts of each hypothesis, the correct engine
     among them; suspects: of each other config.json; since: of faults that begin inside the answers.
     """
@@ -50,6 +56,8 @@ class Table:
     beside: NDArray[Any]
     cached: NDArray[Any]
     prompt: NDArray[Any]
+    distance: NDArray[Any]
+    sent: NDArray[Any]
     engine: NDArray[Any]
     drafted: NDArray[Any]
     outside: NDArray[Any]
@@ -57,6 +65,7 @@ class Table:
     suspects: dict[str, NDArray[Any]]
     since: dict[str, NDArray[Any]]
     requests: int
+    began: float | None = None
 
     @property
     def correct(self) -> NDArray[Any]:
@@ -83,7 +92,7 @@ class Table:
         columns: dict[str, list[NDArray[Any]]] = {
             name: [] for name in ("request", "slot", "place", "round", "engine", "drafted")
         }
-        columns |= {"outside": [], "beside": [], "cached": [], "prompt": []}
+        columns |= {"outside": [], "beside": [], "cached": [], "prompt": [], "distance": [], "sent": []}
         counts, suspects, since = _Named(), _Named(), _Named()
         times, index = [], -1
         for index, request in enumerate(requests):
@@ -96,7 +105,9 @@ class Table:
             for name, kind in (("slot", PLACES), ("engine", COUNTS), ("drafted", COUNTS), ("outside", bool)):
                 columns[name].append(np.array([row.get(name, 0) for row in some], kind))
             columns["place"].append(columns["slot"][-1] - PLACES(start))
-            columns["cached"].append(np.full(len(some), _cached(request), np.float32))
+            columns["cached"].append(np.full(len(some), conditions.cached_tokens(request), np.float32))
+            columns["distance"].append(columns["slot"][-1] - np.float32(request.get("cached_tokens") or np.nan))
+            columns["sent"].append(np.full(len(some), _known(request.get("started_s"))))
             columns["prompt"].append(np.full(len(some), start, PLACES))
             of_correct = {CORRECT: [row["replay"] for row in rows]}
             counts.add(of_correct | request.get("hypotheses", {}), kept)
@@ -105,8 +116,15 @@ class Table:
             times.append(_times(request))
         joined = {name: np.concatenate(columns.pop(name)) for name in list(columns) if columns[name]}
         joined["beside"] = _beside(times, joined["request"], joined["place"])
+        first = joined["sent"].min() if len(joined["sent"]) else np.nan
+        joined["sent"] = joined["sent"] - first
         return cls(
-            **joined, counts=counts.joined(), suspects=suspects.joined(), since=since.joined(), requests=index + 1
+            **joined,
+            counts=counts.joined(),
+            suspects=suspects.joined(),
+            since=since.joined(),
+            requests=index + 1,
+            began=float(first) if first > EPOCH_S else None,
         )
 
 
@@ -132,12 +150,8 @@ class _Named:
         return found
 
 
-def _cached(request: ReplayedRequest) -> float:
-    """Prompt tokens from the prefix cache; 1 where an answer does not tell them and was asked a second time; nan: not known."""
-    cached = request.get("cached_tokens")
-    if cached is not None:
-        return float(cached)
-    return float(request["condition"] == WARM) if request.get("condition") else float("nan")
+def _known(value: float | None) -> float:
+    return float("nan") if value is None else value
 
 
 def _times(request: ReplayedRequest) -> tuple[float, float, int] | None:
@@ -171,7 +185,7 @@ class Evidence:
     table: rounds that can be compared. left_out: rounds that cannot be, by reason. unjudged: requests whose rounds are
     contradicted or not told, with the reason. not_greedy: tokens that are not the target's first choice. accepted, own:
     [tokens, not first choices] of accepted drafts, and of tokens that the target chose itself. wrong_requests: requests with
-    such tokens. in_vocabulary: [tokens, those in the draft vocabulary].
+    such tokens. in_vocabulary: [tokens, those in the draft vocabulary]. conditions: what the answers of each condition are.
     """
 
     replay: Replay
@@ -188,6 +202,7 @@ class Evidence:
     own: NDArray[Any]
     wrong_requests: int
     in_vocabulary: NDArray[Any]
+    conditions: list[ConditionTokens]
 
     @classmethod
     def of(cls, replay: Replay) -> "Evidence":
@@ -197,6 +212,7 @@ class Evidence:
         left_out = dict.fromkeys(("cut", "without a sure place", "without drafts"), 0)
         unjudged: dict[str, str] = {}
         tokens, not_greedy, wrong_requests = 0, 0, 0
+        by_condition = conditions.Tally()
         accepted, own, in_vocabulary = (np.zeros(2, int) for _ in range(3))
         for index, request in enumerate(replay["requests"]):
             rows = request["rows"]
@@ -213,6 +229,7 @@ class Evidence:
                 tokens += request["output_length"]
                 not_greedy += request["lossless"]
                 wrong_requests += request["lossless"] > 0
+            by_condition.add(request)
             greedy = request.get("greedy") or {}
             accepted += greedy.get("accepted", (0, 0))
             own += greedy.get("own", (0, 0))
@@ -229,6 +246,7 @@ class Evidence:
             own=own,
             wrong_requests=wrong_requests,
             in_vocabulary=in_vocabulary,
+            conditions=by_condition.told(),
             **rounds,
         )
 
@@ -258,6 +276,7 @@ class Evidence:
                 (int(some.max()) for some in self.drafted if some is not None and len(some)), default=None
             ),
             "tokens_not_greedy": greedy if self.tokens else {},
+            "conditions": self.conditions,
         }
 
     def gap(self) -> Interval:

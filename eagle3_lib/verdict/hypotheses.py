@@ -8,6 +8,7 @@ import torch
 from ..drafter.model import Drafter
 from ..results import MeasuredRequest, ReplayedRequest, Text
 from ..targets.capture import Features, Stream, capture
+from . import conditions
 from .changes import HEALTHY, TargetParts
 from .emitted import Compared, Told
 from .emitted import compare as compare_tokens
@@ -121,13 +122,15 @@ def examining(
             counted at the rounds of a correct engine.
     """
     setups = hypotheses(drafter, TargetParts.of(target, ranks), names)
-    laid = lay_all(requests, steps)
+    laid, references = lay_all(requests, steps), conditions.references(requests)
+    examine_some = _examine_own if own else _examine
     for group in _groups(requests):
         some, their_laid = [requests[i] for i in group], [laid[i] for i in group]
-        if own:
-            yield from _examine_own(target, setups, suspects or {}, some, their_laid, steps, told)
-        else:
-            yield from _examine(target, setups, suspects or {}, some, their_laid, steps, told)
+        examined = examine_some(target, setups, suspects or {}, some, their_laid, steps, told)
+        for index, (request, emission) in zip(group, examined, strict=True):
+            if reference := references[index]:
+                request["reference"] = reference
+            yield request, emission
 
 
 def counts_from(

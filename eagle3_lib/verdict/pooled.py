@@ -34,7 +34,7 @@ from ..results import (
     Totals,
     VerdictEvidence,
 )
-from . import diagnose, suspects
+from . import diagnose, suspects, wrong_tokens
 from .acceptance import conditional, curve, request_counts, summary
 from .changes import HEALTHY as CORRECT
 from .diagnose import Verdict
@@ -338,6 +338,8 @@ def _judge_tokens(case: _Case, found: Evidence) -> Verdict | None:
         said = f"the tokens are not draws of the target ({sampled['fault']})"
     elif not sampled and found.not_greedy > diagnose.NOT_GREEDY * found.tokens:
         said = f"{found.not_greedy} of {found.tokens} tokens are not the target's first choice"
+    elif not sampled and (of_condition := wrong_tokens.find(found.conditions)):
+        said = f"{of_condition.counts} ({of_condition.fault})"
     else:
         return None
     return case.cannot_tell(

@@ -1,13 +1,19 @@
 """Slices: a fault that is not everywhere. Where in a run do the departing rounds lie, and where are there none?
 
-Six orders are looked at: the place in the answer, the number of the round in its request, the requests, how many other
-requests ran beside, how many prompt tokens came from the prefix cache, and the length of the prompt. In each the rounds that can tell are split in two so that their shares of departing rounds are as
-unlike as they can be (the likelihood ratio of two shares over one). How large that ratio becomes by chance is found by
+Eight orders are looked at: the place in the answer, the number of the round in its request, the requests, how many other
+requests ran beside, how many prompt tokens came from the prefix cache, how far behind them the round stands, the length of the
+prompt, and when the request was sent. In each the rounds that can tell are split in two so that their shares of departing rounds
+are as unlike as they can be (the likelihood ratio of two shares over one). How large that ratio becomes by chance is found by
 dealing the departing rounds out anew at random, with the same search in each deal: a permutation test that accounts for
 the search (Good, Permutation, Parametric and Bootstrap Tests of Hypotheses, 2005). A slice is a split that chance does not
 explain and whose other side is as a healthy engine's.
+
+Two orders can be mistaken for others, and a slice by them needs rounds on its other side that are like its own in the rest:
+the distance from the cached prefix (the same places of answers without a hit, and later places of those with one), and the time
+(earlier or later requests with prompts as long, as much from the cache, and as much company).
 """
 
+import datetime
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +26,16 @@ from ..results import Where
 from .evidence import FALSE_ALARM, Table, surely_more
 
 PLACE, ROUND, REQUEST, BESIDE, CACHED, PROMPT = "place", "round", "request", "beside", "cached", "prompt"
-ORDERS = (CACHED, PROMPT, PLACE, ROUND, REQUEST, BESIDE)
-DEALS = 1499  # random deals: the smallest p is below 0.001, a tenth of FALSE_ALARM before it is shared among six orders
+DISTANCE, SENT = "distance", "sent"
+ORDERS = (CACHED, DISTANCE, PROMPT, PLACE, ROUND, REQUEST, BESIDE, SENT)
+OF_CACHE = (CACHED, DISTANCE)  # orders whose slices go away without a prefix cache
+OF_STATE = (CACHED, DISTANCE, PROMPT, SENT)  # not shown where all rounds have the same value
+DEALS = (
+    1999  # random deals: with eight orders a slice is found where at most one of them is as unlike as the rounds are
+)
 LEVELS_AT_ONCE = 2**20  # of all deals that are held together
 LEAST_CLEAN = 30  # rounds that can tell on the side without departing rounds
+LEAST_SENT = 3  # requests on each side of a time: fewer are told as requests
 
 
 @dataclass(frozen=True)
@@ -31,7 +43,8 @@ class Slice:
     """The part of a run in which rounds depart.
 
     by: one of ORDERS. since, until: the first value inside, and the first one past it; None where the
-    slice is open. requests: indices of its requests, where it is made of requests. inside: [rounds] of the table. p: of the
+    slice is open. at: since or until in seconds since the epoch, where they are times and the run tells the day.
+    requests: indices of its requests, where it is made of requests. inside: [rounds] of the table. p: of the
     permutation test, for all orders together; None where none was made. counts: departing rounds and rounds that can tell, inside and outside.
     """
 
@@ -42,6 +55,7 @@ class Slice:
     since: int | None = None
     until: int | None = None
     requests: tuple[int, ...] | None = None
+    at: float | None = None
 
     def words(self, requests: int) -> str:
         """Where the slice is, as in "from token 60 of the answers on"; ``requests``: of the run."""
@@ -49,6 +63,10 @@ class Slice:
             return f"in {len(self.requests or ())} of {requests} requests"
         if self.by == CACHED:
             return "only after a prefix-cache hit" if self.since is not None else "only without a prefix-cache hit"
+        if self.by == DISTANCE:
+            return f"only in the first {self.until} tokens after a cached prefix"
+        if self.by == SENT:
+            return self._time_words()
         if self.by == PROMPT:
             length = f"{self.since} tokens or more" if self.since is not None else f"less than {self.until} tokens"
             return f"only on prompts of {length}"
@@ -60,6 +78,18 @@ class Slice:
         if self.since is not None:
             return f"from {where.format(max(self.since, 0))} on"
         return f"before {where.format(self.until)}"
+
+    def _time_words(self) -> str:
+        clock = ""
+        if self.at is not None:
+            clock = datetime.datetime.fromtimestamp(self.at, datetime.UTC).strftime(" %H:%M:%S UTC")
+        if self.since is not None:
+            after = f"{self.since} seconds after the first"
+            return (
+                f"only in requests sent from{clock} on, {after}" if clock else f"only in requests sent from {after} on"
+            )
+        within = f"in the first {self.until} seconds"
+        return f"only in requests sent before{clock}, {within}" if clock else f"only in requests sent {within}"
 
     @classmethod
     def told(cls, where: Where) -> "Slice":
@@ -75,6 +105,7 @@ class Slice:
             where["since"],
             where["until"],
             None if requests is None else tuple(requests),
+            where.get("at"),
         )
 
     def as_dict(self) -> Where:
@@ -86,6 +117,7 @@ class Slice:
             "inside": self.counts["inside"],
             "outside": self.counts["outside"],
             "requests": list(self.requests) if self.requests else None,
+            "at": self.at,
         }
 
 
@@ -142,14 +174,46 @@ class _Split:
             return None
         if not surely_more(*counts["inside"], noise):
             return None
+        if not _controlled(table, self.by, self.inside, noise):
+            return None
         found = Slice(self.by, self.inside, self.p, counts)
         if self.by == REQUEST:
             return replace(found, requests=tuple(np.unique(table.request[self.inside]).tolist()))
         values = _values(table, self.by)
         inside = values[self.inside]
         if inside.min() > values[~self.inside].max():
-            return replace(found, since=int(inside.min()))
-        return replace(found, until=int(inside.max()) + 1)
+            found = replace(found, since=int(inside.min()))
+        else:
+            found = replace(found, until=int(inside.max()) + 1)
+        if self.by != SENT or table.began is None:
+            return found
+        seconds = found.until if found.since is None else found.since
+        return replace(found, at=table.began + (seconds or 0))
+
+
+def _controlled(table: Table, by: str, inside: NDArray[Any], noise: float) -> bool:
+    """Whether rounds outside a slice that are like those inside in the other orders are there, and are a healthy engine's."""
+    if by == DISTANCE:
+        without_hit = (table.cached == 0) & (table.place <= table.place[inside].max())
+        farther = ~inside & ~np.isnan(table.distance)
+        return _clean(table, without_hit, noise) and _clean(table, farther, noise)
+    if by == SENT:
+        like = ~inside
+        for name in (CACHED, PROMPT, BESIDE):
+            values = _values(table, name)
+            departing = values[inside & table.departing]
+            if not np.isnan(values).any():
+                like &= (values >= departing.min()) & (values <= departing.max())
+        sides = (inside & table.departing, like)
+        enough = all(len(np.unique(table.request[side])) >= LEAST_SENT for side in sides)
+        return enough and _clean(table, like, noise)
+    return True
+
+
+def _clean(table: Table, among: NDArray[Any], noise: float) -> bool:
+    """Enough rounds that can tell, and no more of them depart than of a healthy engine's."""
+    rounds = int((among & table.can_tell()).sum())
+    return rounds >= LEAST_CLEAN and not surely_more(int((among & table.departing).sum()), rounds, noise)
 
 
 def _values(table: Table, by: str) -> NDArray[Any]:
@@ -158,17 +222,34 @@ def _values(table: Table, by: str) -> NDArray[Any]:
 
 
 def _split(table: Table, by: str, telling: NDArray[Any], departing: NDArray[Any]) -> _Split | None:
+    """None where the order is not known, where all rounds have one value in it, or its split is none of its own.
+
+    The distance from the cached prefix is looked at among the rounds that have one.
+    """
     values = _values(table, by)
+    known = ~np.isnan(values[telling])
+    if by != DISTANCE and np.isnan(values).any():
+        return None
+    everywhere, telling, departing = (telling, departing), telling[known], departing[known]
     levels, level = np.unique(values[telling], return_inverse=True)
-    if len(levels) < 2 or np.isnan(values).any():
+    if len(levels) < 2 or not departing.any() or departing.all():
         return None
     sizes, found = np.bincount(level), np.bincount(level, departing, len(levels)).astype(int)
     best_of = _best_of_requests if by == REQUEST else _best_of_order
     ratios, chosen = best_of(found[None], sizes)
     by_chance = _by_chance(best_of, sizes, int(departing.sum()))
     p = len(ORDERS) * (1 + int((by_chance >= ratios[0]).sum())) / (1 + DEALS)
+    if by == DISTANCE and chosen[0][-1]:
+        return None  # far from the prefix: a place of the answers
     inside = _inside(table, by, values, levels, chosen[0])
-    return _Split(by, inside, float(ratios[0] - by_chance.mean()), min(p, 1.0))
+    ratio = ratios[0] if by != DISTANCE else _ratio(values <= levels[chosen[0]].max(), *everywhere)
+    return _Split(by, inside, float(ratio - by_chance.mean()), min(p, 1.0))
+
+
+def _ratio(inside: NDArray[Any], telling: NDArray[Any], departing: NDArray[Any]) -> float:
+    """The ratio of one split [rounds] of the table."""
+    sides = np.array([inside[telling].sum(), len(telling)])
+    return float(_ratios(np.array([departing[inside[telling]].sum(), departing.sum()]), sides)[0])
 
 
 def _inside(table: Table, by: str, values: NDArray[Any], levels: NDArray[Any], chosen: NDArray[Any]) -> NDArray[Any]:
@@ -243,11 +324,14 @@ def parts(table: Table, most: int = 12) -> dict[str, list[dict[str, int]]]:
     telling = np.flatnonzero(table.can_tell())
     found = {}
     for by in ORDERS:
-        values = _values(table, by)[telling]
+        values, departing = _values(table, by)[telling], table.departing[telling]
+        if by == DISTANCE:
+            known = ~np.isnan(values)
+            values, departing = values[known], departing[known]
         if not len(values) or np.isnan(values).any():
             continue
         levels = np.unique(values)
-        if by in (CACHED, PROMPT) and len(levels) < 2:
+        if by in OF_STATE and len(levels) < 2:
             continue
         pieces = len(levels) if by == REQUEST else min(most, len(levels))
         edges = (
@@ -255,7 +339,7 @@ def parts(table: Table, most: int = 12) -> dict[str, list[dict[str, int]]]:
         )
         part = np.searchsorted(edges, values, side="right") - 1
         part = part.clip(0, len(edges) - (1 if by == REQUEST else 2) if len(edges) > 1 else 0)
-        found[by] = [_part(values[part == n], table.departing[telling][part == n]) for n in np.unique(part)]
+        found[by] = [_part(values[part == n], departing[part == n]) for n in np.unique(part)]
     return found
 
 
