@@ -199,8 +199,7 @@ def _controlled(table: Table, by: str, inside: NDArray[Any], noise: float) -> bo
         return _clean(table, without_hit, noise) and _clean(table, farther, noise)
     if by == SENT:
         like = ~inside
-        for name in (CACHED, PROMPT, BESIDE):
-            values = _values(table, name)
+        for values in (table.cached, table.prompt, _most_beside(table)):
             departing = values[inside & table.departing]
             if not np.isnan(values).any():
                 like &= (values >= departing.min()) & (values <= departing.max())
@@ -208,6 +207,13 @@ def _controlled(table: Table, by: str, inside: NDArray[Any], noise: float) -> bo
         enough = all(len(np.unique(table.request[side])) >= LEAST_SENT for side in sides)
         return enough and _clean(table, like, noise)
     return True
+
+
+def _most_beside(table: Table) -> NDArray[Any]:
+    """Other requests [rounds] that ran beside a round's request at most; what company spoils may stay when the others have ended."""
+    most = np.zeros(table.requests, table.beside.dtype)
+    np.maximum.at(most, table.request, table.beside)
+    return np.asarray(most[table.request])
 
 
 def _clean(table: Table, among: NDArray[Any], noise: float) -> bool:
