@@ -447,8 +447,8 @@ class ConditionTokens(TypedDict):
 
     compared: answers that have a cold one to the same prompt. differ: those of them that differ from it; first: the first token
     at which any does. not_greedy: tokens that are not the target's first choice, near ties left out; wrong_answers: answers with
-    such tokens. own: [tokens that the target chose itself, not first choices]. pairs: answers with such tokens whose cold
-    one has none.
+    a token that no rounding makes. own: [tokens that the target chose itself, not first choices]. pairs: wrong answers whose cold
+    one is not wrong.
     """
 
     condition: str

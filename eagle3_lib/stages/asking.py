@@ -75,8 +75,10 @@ def again(prompts: Prompts) -> list[Ask]:
 
 
 def wait(until_s: float, step_s: float = 1.0) -> None:
-    """Wait until a time in seconds since the epoch, with a progress bar."""
-    seconds = max(until_s - time.time(), 0.0)
+    """Wait until a time in seconds since the epoch, with a progress bar; not where it has passed."""
+    seconds = until_s - time.time()
+    if seconds <= 0:
+        return
     clock = datetime.datetime.fromtimestamp(until_s, datetime.UTC).strftime("%H:%M:%S")
     with tqdm(total=round(seconds), desc=f"waiting until {clock} UTC", unit="s", mininterval=2) as bar:
         while (left := until_s - time.time()) > 0:

@@ -13,6 +13,10 @@ from ..results import ConditionTokens, MeasuredRequest, Reference, ReplayedReque
 
 COLD, WARM = "cold", "warm"  # prefix cache empty, filled
 TOGETHER, LATE = "together", "late"  # in company of other requests; asked once more after some time
+# Logits below the first choice from which on no rounding makes a token: four times the most that was measured in bfloat16, twice
+# lossless.NEAR_TIE of it. The dtype of a run may be unknown: a server in bfloat16 that does not tell it is held against a float32
+# replay, and its ties count as tokens that are not the target's.
+SURELY_WRONG = 1.0
 ONLY = {
     WARM: "only after a prefix-cache hit",
     TOGETHER: "only in company of other requests",
@@ -69,7 +73,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.rows: dict[str, ConditionTokens] = {}
-        self.wrong: dict[str, int] = {}  # tokens of each answer that are not the target's, by id
+        self.wrong: dict[str, bool] = {}  # whether an answer has a token that no rounding makes, by id
         self.beside: list[tuple[str, str, str]] = []  # condition, id, id of the cold answer to the same prompt
 
     def add(self, request: ReplayedRequest) -> None:
@@ -81,10 +85,12 @@ class Tally:
         row["answers"] += 1
         row["tokens"] += request["output_length"]
         row["not_greedy"] += request["lossless"]
-        row["wrong_answers"] += request["lossless"] > 0
-        own = (request.get("greedy") or {}).get("own", [0, 0])
+        greedy = request.get("greedy") or {}
+        wrong = request["lossless"] > 0 and greedy.get("largest_margin", 0.0) > SURELY_WRONG
+        row["wrong_answers"] += wrong
+        own = greedy.get("own", [0, 0])
         row["own"] = [row["own"][0] + own[0], row["own"][1] + own[1]]
-        self.wrong[str(request["id"])] = request["lossless"]
+        self.wrong[str(request["id"])] = wrong
         reference = request.get("reference")
         if reference is None:
             return
@@ -98,8 +104,7 @@ class Tally:
     def told(self) -> list[ConditionTokens]:
         """One row for each condition; [] where the run has fewer than two."""
         for condition, name, cold in self.beside:
-            right_when_cold = self.wrong.get(cold, 0) == 0
-            self.rows[condition]["pairs"] += self.wrong[name] > 0 and right_when_cold
+            self.rows[condition]["pairs"] += self.wrong[name] and not self.wrong.get(cold, False)
         self.beside = []
         return list(self.rows.values()) if len(self.rows) > 1 else []
 

@@ -1,7 +1,8 @@
 """Wrong tokens in one condition alone: a fault of the target's own cache or batch, or of verification, in that state.
 
 The same prompts are answered rightly in the other conditions, so that the folder which the replay loads is the served target, and
-rounding is not the cause: near ties are no wrong tokens (:data:`eagle3_lib.verdict.lossless.NEAR_TIE`).
+rounding is not the cause: near ties are no wrong tokens (:data:`eagle3_lib.verdict.lossless.NEAR_TIE`), and a wrong answer is one
+with a token that no rounding makes, whatever the dtype (:data:`eagle3_lib.verdict.conditions.SURELY_WRONG`).
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from math import comb
 
 from ..results import ConditionTokens
-from .conditions import COLD, ONLY
+from .conditions import COLD, ONLY, SURELY_WRONG
 from .evidence import FALSE_ALARM, WRONG_TOKENS, surely_more
 
 # Prompts whose cold answer is right and whose answer in the condition is wrong: with fewer, an engine that errs at random on
@@ -29,12 +30,12 @@ class Finding:
 
 
 def find(rows: Sequence[ConditionTokens]) -> Finding | None:
-    """The one condition in which tokens are not the target's; None where they are in none, in several, or when cold.
+    """The one condition that has wrong answers; None where none, several, or the cold one has.
 
     Certain: by the binomial test of wrong tokens, by the chance that so many wrong answers lie in this condition alone had they
     been dealt out over all answers, both at FALSE_ALARM over all conditions, and by LEAST_PAIRS prompts.
     """
-    wrong = [row for row in rows if row["not_greedy"]]
+    wrong = [row for row in rows if row["wrong_answers"]]
     if len(wrong) != 1 or wrong[0]["condition"] not in ONLY or all(row["condition"] != COLD for row in rows):
         return None
     (row,) = wrong
@@ -58,12 +59,11 @@ def _what(row: ConditionTokens) -> str:
 
 
 def _counts(row: ConditionTokens, rows: Sequence[ConditionTokens]) -> str:
-    others = [other for other in rows if other is not row]
-    tokens, answers = sum(other["tokens"] for other in others), sum(other["answers"] for other in others)
+    others = sum(other["answers"] for other in rows if other is not row)
     beside = f"{row['differ']} of {row['compared']} answers differ from the cold answer to the same prompt"
     first = "" if row["first"] is None else f", the first at token {row['first']}"
     return (
-        f"{row['not_greedy']} of {row['tokens']} tokens in {row['wrong_answers']} of {row['answers']} answers asked "
-        f"{row['condition']} are not the target's first choice, near ties left out, and none of {tokens} in {answers} other "
-        f"answers; {beside}{first}"
+        f"{row['not_greedy']} of {row['tokens']} tokens of the answers asked {row['condition']} are not the target's first choice, "
+        f"near ties left out; {row['wrong_answers']} of {row['answers']} of these answers have one more than {SURELY_WRONG:g} logit "
+        f"below it, and none of {others} other answers has; {beside}{first}"
     )

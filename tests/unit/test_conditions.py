@@ -12,7 +12,13 @@ SHORT, LONG, COMPANY = 20, 5, 4
 
 
 def answer(
-    name: str, condition: str, wrong: int = 0, differs_at: int | None = None, of: str = "", own: int = -1
+    name: str,
+    condition: str,
+    wrong: int = 0,
+    differs_at: int | None = None,
+    of: str = "",
+    own: int = -1,
+    margin: float = 6.0,
 ) -> dict:
     """A request of replay.json whose rounds are a correct engine's. own: of the wrong tokens, those that no draft stood for."""
     rounds = [1, 2] * (ROUNDS // 2)
@@ -28,7 +34,7 @@ def answer(
         "condition": condition,
         "cached_tokens": 32 if condition == WARM else 0,
         "lossless": wrong,
-        "greedy": {"accepted": [57, wrong - own], "own": [38, own]},
+        "greedy": {"accepted": [57, wrong - own], "own": [38, own], "largest_margin": margin if wrong else 0.2},
     }
     if of:
         request["reference"] = {"id": of, "differs_at": differs_at}
@@ -111,9 +117,13 @@ def test_wrong_tokens_of_one_condition_are_named_by_it(condition, wrong, words, 
     assert verdict.kind == diagnose.FAULT and verdict.fault == f"the target's own tokens are wrong {words}"
     answers = {WARM: 5, TOGETHER: 4, LATE: 20}[condition]
     told = (
-        f"{sum(wrong)} of {answers * TOKENS} tokens in {len(wrong)} of {answers} answers asked {condition} are not the"
+        f"{sum(wrong)} of {answers * TOKENS} tokens of the answers asked {condition} are not the target's first choice"
     )
-    assert told in verdict.sentence and "and none of" in verdict.sentence
+    assert told in verdict.sentence
+    assert (
+        f"{len(wrong)} of {answers} of these answers have one more than 1 logit below it, and none of"
+        in verdict.sentence
+    )
     assert (
         f"{len(wrong)} of {answers} answers differ from the cold answer to the same prompt, the first at token 2"
         in (verdict.sentence)
@@ -135,7 +145,7 @@ def test_wrong_accepted_drafts_alone_are_verification_in_that_condition():
 def test_too_few_wrong_answers_are_not_held_against_their_condition(wrong):
     verdict = diagnose.judge(replay_of({WARM: wrong}))
     assert (verdict.kind, verdict.fault) == (diagnose.CANNOT_TELL, None)
-    assert f"in {len(wrong)} of 5 answers asked warm" in verdict.sentence
+    assert f"{len(wrong)} of 5 of these answers have one more than 1 logit below it" in verdict.sentence
     assert "too few answers are wrong to tell whether the condition is the cause" in verdict.sentence
     assert Card.of(verdict.as_dict()).exit_code == 3
 
@@ -143,6 +153,20 @@ def test_too_few_wrong_answers_are_not_held_against_their_condition(wrong):
 def test_two_wrong_tokens_are_no_finding():
     verdict = diagnose.judge(replay_of({WARM: [1, 1]}, differs_at=9))
     assert (verdict.kind, verdict.warnings) == (diagnose.HEALTHY, [])
+
+
+def test_ties_of_a_server_that_does_not_tell_its_bfloat16_are_no_finding_and_hide_none():
+    """Held against float32, they count as tokens that are not the target's first choice, by less than a logit."""
+    tied = replay_of({WARM: [3, 2, 3, 1, 2]})
+    for request in tied["requests"]:
+        request["greedy"]["largest_margin"] = 0.4
+    verdict = diagnose.judge(tied)
+    assert (verdict.kind, verdict.fault) == (diagnose.HEALTHY, None)
+    assert rows_of(tied)[WARM]["not_greedy"] == 11 and rows_of(tied)[WARM]["wrong_answers"] == 0
+    spoiled = replay_of({WARM: [12] * 5, COLD: [2, 1, 0, 3, 2]})
+    for request in spoiled["requests"]:
+        request["greedy"]["largest_margin"] = 5.0 if request["condition"] == WARM else 0.3
+    assert diagnose.judge(spoiled).fault == "the target's own tokens are wrong only after a prefix-cache hit"
 
 
 def test_wrong_tokens_in_several_conditions_are_no_conditions_fault():

@@ -109,5 +109,5 @@ def test_wrong_tokens_in_one_warm_answer_are_a_doubt(tmp_path):
     others = [asked(1, WARM, spoiled(1)), *(asked(index, WARM) for index in range(2, 6))]
     verdict = judged(tmp_path, others)
     assert (verdict["kind"], verdict["fault"]) == (diagnose.CANNOT_TELL, None)
-    assert "in 1 of 5 answers asked warm" in verdict["sentence"]
+    assert "1 of 5 of these answers have one more than 1 logit below it" in verdict["sentence"]
     assert json.loads((tmp_path / "card.json").read_text())["exit_code"] == 3
