@@ -116,9 +116,12 @@ def embedding_and_head(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return embedding, embedding if head is None else head
 
 
-def render(tokenizer, messages: list[dict]) -> list[int]:
-    """Token ids of a conversation up to where the assistant is about to speak."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+def render(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
+    """Token ids of a conversation up to where the assistant is about to speak; ``tools`` as the OpenAI API has them."""
+    rendered = tokenizer.apply_chat_template(
+        messages, tools=tools or None, add_generation_prompt=True, return_dict=True
+    )
+    return rendered["input_ids"]
 
 
 def greedy_text(model, tokenizer, question: str, max_new_tokens: int = 24) -> str:

@@ -179,6 +179,31 @@ def test_an_error_of_diagnose_is_no_verdict(words, said):
     assert said in flat(eagle3("diagnose", *words, *both, code=4).stderr)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["diagnos"], "No such command 'diagnos'. Did you mean 'diagnose'?"),
+        (["--no-such-option"], "No such option: --no-such-option"),
+        (["--no-such-option", "diagnose"], "No such option: --no-such-option"),
+        (["audit", BASE, "--target", SMOLLM2, "--versoin", "0.23.0"], "No such option: --versoin"),
+        (["audit", BASE], "Missing option '--target'"),
+        (["export", BASE, "--engine", "tgi", "--target", SMOLLM2, "--out", "x"], "'tgi' is not one of"),
+        (["plan"], "Missing argument 'NAME'"),
+        (["catalogue", "more"], "Got unexpected extra argument"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_4_for_every_command(words, said):
+    """2, which Typer has for it, is an engine fault for whoever runs `diagnose` in CI."""
+    assert said in flat(eagle3(*words, code=4).stderr)
+
+
+@pytest.mark.slow
+def test_a_mistyped_command_ends_the_script_with_4():
+    assert script("diagnos", "quickstart").returncode == 4
+    assert script("diagnose", "--no-such-option").returncode == 4
+    assert script("--help").returncode == 0
+
+
 def test_an_unforeseen_error_of_diagnose_is_no_verdict(monkeypatch):
     def fails(*_):
         raise KeyError("something")
