@@ -31,7 +31,7 @@ from ..targets import prompts, targets
 from ..verdict import diagnose
 from ..verdict.card import Asked, Card, check_gate
 from ..verdict.rounds import contradiction
-from . import asking, benchmark, replay, served
+from . import asking, benchmark, loaded, replay, served
 from .asking import Ask
 
 CONTEXT_LEFT = 16  # tokens of the server's context that an answer leaves free
@@ -81,20 +81,25 @@ def run(params: ServerParams) -> Card:
     positions = _positions(params, told)
     asked = _prompts(params, folder, told)
     with stage("server", params, inputs) as notes:
+        drafter = loaded.compare(told.drafter, params.drafter)
         _show(told, positions)
+        if drafter.same:
+            print(drafter.words)
         of_model = _check_model(params, folder, server, asked)
         before = running.busy(server)
         requests = _ask(server, told, positions, asked, params)
         traffic = _traffic(before, running.busy(server), requests)
         graded = _grade(told, requests, positions, traffic)
-        remarks = [*told.untold, *asked.remarks, *of_model, *([traffic.words()] if traffic.seen else [])]
+        doubts = [drafter.words] if drafter.remark else []
+        others = [traffic.words()] if traffic.seen else []
+        remarks = [*told.untold, *doubts, *asked.remarks, *of_model, *others]
         _clear(out)
         write_json(
             out / "server.json",
             {"told": asdict(told), "positions": positions, "grade": graded.grade, "traffic": asdict(traffic)}
-            | {"remarks": remarks},
+            | {"drafter": asdict(drafter), "remarks": remarks},
         )
-        card = _judge(params, told, positions, graded, out)
+        card = _judge(params, told, positions, graded, out, doubts)
         notes |= {"verdict": card.kind, "grade": graded.grade, "remarks": remarks}
         for sentence in remarks:
             print(f"note: {sentence}")
@@ -312,7 +317,8 @@ def _other_k(requests: Sequence[MeasuredRequest], positions: int) -> str:
 # --------------------------------------------------------------------------------------------------------------- judge
 
 
-def _judge(params: ServerParams, told: Told, positions: int, graded: Graded, out: Path) -> Card:
+def _judge(params: ServerParams, told: Told, positions: int, graded: Graded, out: Path, doubts: Sequence[str]) -> Card:
+    """The card; doubts: sentences that it shows as warnings."""
     of_server = Asked(
         told.engine,
         usable_path(params.drafter),
@@ -333,7 +339,7 @@ def _judge(params: ServerParams, told: Told, positions: int, graded: Graded, out
             after="remove the reason above, and ask the server again:",
             evidence="what the server tells of itself; which rounds its answers were made in is not known",
         )
-        return _shown(out, found, told)
+        return _shown(out, found, told, doubts)
     write_json(out / "benchmark.json", _benchmark(params, told, positions, graded))
     values = {
         "name": params.name,
@@ -350,12 +356,14 @@ def _judge(params: ServerParams, told: Told, positions: int, graded: Graded, out
     replay.run(replayed, expected)
     judged = replay.verdict(replayed)
     files = [usable_path(out / f"{name}.json") for name in ("server", "benchmark", "replay", "verdict")]
-    return _shown(out, Card.of(judged["verdict"], judged["cost"], graded.grade, of_server, files, expected), told)
+    found = Card.of(judged["verdict"], judged["cost"], graded.grade, of_server, files, expected)
+    return _shown(out, found, told, doubts)
 
 
-def _shown(out: Path, card: Card, told: Told) -> Card:
-    """The card under the server's name, kept as card.json."""
-    card = replace(card, engine=f"{told.engine} {told.version}".strip())
+def _shown(out: Path, card: Card, told: Told, doubts: Sequence[str]) -> Card:
+    """The card under the server's name and with its doubts, kept as card.json."""
+    engine = f"{told.engine} {told.version}".strip()
+    card = replace(card, engine=engine, warnings=(*doubts, *card.warnings))
     write_json(out / "card.json", {"schema": CARD_SCHEMA, **card.as_dict()})
     return card
 

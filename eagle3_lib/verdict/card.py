@@ -215,7 +215,8 @@ class Card:
         if self.gate:
             rows.append((LABELS["gate"], gate_words(self.gate), ""))
         rows += [("Warning", warning, "") for warning in self.warnings]
-        files = f": {', '.join(self.files)}" if self.files else ""
+        places = ", ".join(map(shlex.quote, self.files))
+        files = f": {places}" if places else ""
         return [*rows, (LABELS["evidence"], f"{self.evidence}{files}", "")]
 
     def text(self, width: int = 100) -> str:
