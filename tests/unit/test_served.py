@@ -94,6 +94,7 @@ def without_weights(folder, target_folder):
     return folder
 
 
+@pytest.mark.slow
 def test_a_check_that_cannot_be_made_is_told_and_made_up_for(tmp_path, target_folder, capsys):
     target, server = without_weights(tmp_path / "target", target_folder), Recorded()
     with stub_recorded.serving(server) as url:
