@@ -17,7 +17,7 @@ from ..engines import running
 from ..engines.base import Server
 from ..errors import Eagle3Error
 from ..params import GREEDY
-from ..paths import project_path
+from ..paths import project_path, usable_path
 from ..results import MeasuredRequest
 from ..targets import targets
 from ..targets.identity import is_hub_id
@@ -79,6 +79,10 @@ class Target:
             ) from error
         return cls(name, folder, model)
 
+    def words(self) -> str:
+        """The target's name, with its folder where the name is another one."""
+        return self.name if project_path(self.name) == self.folder else f"{self.name} ({usable_path(self.folder)})"
+
     def compare(self, server: Server, answers: Sequence[MeasuredRequest]) -> Compared:
         """How the server's greedy answers compare with the target's.
 
@@ -91,7 +95,7 @@ class Target:
         most = max(max(answer["output_ids"]) for answer in answers)
         if most >= size:
             raise Eagle3Error(
-                f"{where} and answers with the token id {most}, expected ids below {size}, the vocabulary of {self.name}"
+                f"{where} and answers with the token id {most}, expected ids below {size}, the vocabulary of {self.words()}"
             )
         how = emitted.Told(GREEDY, "bfloat16", targets.end_ids(self.folder))
         layer = self.model.config.get_text_config().num_hidden_layers
@@ -100,7 +104,7 @@ class Target:
         if compared.differ > OTHER_MODEL * compared.tokens:
             raise Eagle3Error(
                 f"{where}: {compared.differ} of {compared.tokens} greedy tokens that the server gave are not those of "
-                f"{self.name}. Either it serves another model (another checkpoint, quantised, finetuned), or it computes this "
+                f"{self.words()}. Either it serves another model (another checkpoint, quantised, finetuned), or it computes this "
                 f"one wrongly now.{_others(server)} Expected the folder that the server was started with"
             )
         return compared
