@@ -10,6 +10,7 @@ the end they are put in the order of the prompts into samples.parquet. Memory ho
 import contextlib
 import functools
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -60,7 +61,7 @@ def run(params: GenerateParams) -> dict:
     out = project_path(params.out)
     conversations, skipped = prompts.read_counted(params.prompts, params.max_prompts)
     if skipped:
-        print(f"note: {prompts.skipped_words(params.prompts, skipped)}")
+        print(f"note: {prompts.skipped_words(params.prompts, skipped)}", file=sys.stderr)
     source = {} if params.prompts.startswith(prompts.DATASETS) else {"prompts": project_path(params.prompts)}
     with stage("generate", params, source) as notes:
         log = out / "log.jsonl"
@@ -127,7 +128,7 @@ def check_servers(endpoints: list[Endpoint], todo: list[Conversation], params: G
         if row is None:
             row = key | check.of(endpoint)
             if row["remark"]:
-                print(f"note: {row['remark']}")
+                print(f"note: {row['remark']}", file=sys.stderr)
         rows.append(row)
     write_json(out / CHECKED, rows)
 

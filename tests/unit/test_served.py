@@ -82,7 +82,7 @@ def test_a_few_tokens_that_are_not_the_targets_are_told(tmp_path, target_folder,
         (row,) = generate.run(params_for(tmp_path, [url]))["served_models"]
     said = f"{url}: 2 of 32 greedy tokens of the served model are not the target's"
     assert (row["tokens"], row["differ"], row["remark"]) == (32, 2, said)
-    assert f"note: {said}" in capsys.readouterr().out
+    assert f"note: {said}" in capsys.readouterr().err
 
 
 def without_weights(folder, target_folder):
@@ -101,7 +101,7 @@ def test_a_check_that_cannot_be_made_is_told_and_made_up_for(tmp_path, target_fo
         params = params_for(tmp_path, [url], target)
         (row,) = generate.run(params)["served_models"]
         said = f"{url} was not checked to serve {target}: the weights of {target} are not on this machine"
-        assert (row["tokens"], row["remark"]) == (0, said) and f"note: {said}" in capsys.readouterr().out
+        assert (row["tokens"], row["remark"]) == (0, said) and f"note: {said}" in capsys.readouterr().err
         assert len(read_answers(tmp_path / "out")) == 12
         log, asked = tmp_path / "out" / "log.jsonl", server.asked
         log.write_text("".join(log.read_text().splitlines(keepends=True)[:5]))
