@@ -162,7 +162,8 @@ def _run(name: str) -> "Run":
 def diagnose(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="params/RUN.yaml, or its path.")] = None,
     url: Annotated[
-        str | None, typer.Option(metavar="URL", help="A running vLLM or SGLang server, such as http://host:8000.")
+        str | None,
+        typer.Option("--url", metavar="URL", help="A running vLLM or SGLang server, such as http://host:8000."),
     ] = None,
     benchmark: Annotated[str | None, typer.Option(metavar="FOLDER", help="A folder with benchmark.json.")] = None,
     metrics: Annotated[
