@@ -96,7 +96,7 @@ def test_an_option_whose_metavar_is_its_name_is_named(command):
     for name, parameter in inspect.signature(getattr(cli, command)).parameters.items():
         for option in getattr(parameter.annotation, "__metadata__", ()):
             if isinstance(option, OptionInfo) and (option.metavar or "").lower() == name:
-                assert option.param_decls, f"{command} --{name}"
+                assert option.default == f"--{name}", "the first positional argument of an Option in Annotated"
 
 
 def test_run_passes_its_words_on_to_snakemake():
