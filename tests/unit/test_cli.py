@@ -1,5 +1,6 @@
 """The commands on real parts: the base drafter, the recorded rounds of the real vLLM, a published run's measurements."""
 
+import inspect
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from eagle3_lib import cli
@@ -88,6 +90,15 @@ def test_help_says_what_is_read_and_written_and_gives_an_example(command):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_option_whose_metavar_is_its_name_is_named(command):
+    """typer 0.27 takes such a metavar for the option itself: `--URL`."""
+    for name, parameter in inspect.signature(getattr(cli, command)).parameters.items():
+        for option in getattr(parameter.annotation, "__metadata__", ()):
+            if isinstance(option, OptionInfo) and (option.metavar or "").lower() == name:
+                assert option.default == f"--{name}", "the first positional argument of an Option in Annotated"
+
+
 def test_run_passes_its_words_on_to_snakemake():
     done = script("run", "quickstart", "-n", "--forceall")
     assert done.returncode == 0, done.stderr
