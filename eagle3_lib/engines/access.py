@@ -1,6 +1,7 @@
 """How a server is reached: address, key, headers, TLS; and the connection pools, one a server."""
 
 import functools
+import os
 import re
 import ssl
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ import httpx
 import openai
 
 from ..errors import Eagle3Error
+from ..params import Reached
 from ..paths import project_path
 
 API_PATH = re.compile(r"/v1(/(chat/)?completions|/models)?$")
@@ -92,6 +94,22 @@ class Access:
         """``error`` as the cause of another one: None where its words hold a secret, so that no traceback shows it."""
         words = str(error)
         return error if self.hide(words) == words else None
+
+
+def of_params(params: Reached, url: str) -> Access:
+    """How a server at an address is reached by a stage's parameters; key and header values come from the environment.
+
+    Raises:
+        Eagle3Error: an environment variable that is named and not set, or what :class:`Access` refuses.
+    """
+    names = {"api_key_env": params.api_key_env} if params.api_key_env else {}
+    names |= {f"headers_env: {header}": name for header, name in params.headers_env.items()}
+    for field_name, name in names.items():
+        if not os.environ.get(name):
+            raise Eagle3Error(f"{field_name}: found no environment variable {name}, expected one that holds the value")
+    headers = {header: os.environ[name] for header, name in params.headers_env.items()}
+    key = os.environ[params.api_key_env] if params.api_key_env else ""
+    return Access(url, key, headers, params.ca_file, params.verify_tls)
 
 
 def _can_be_sent(value: str) -> bool:

@@ -1,7 +1,6 @@
 """Chat completions of OpenAI-compatible servers that may fail: retries, streamed replies, and the answer's token ids."""
 
 import json
-import os
 import threading
 import time
 from collections import Counter
@@ -22,9 +21,11 @@ from ..paths import project_path
 from ..targets import prompts, reasoning, targets
 from ..targets.answers import Answer
 from ..targets.prompts import TURN, Conversation
+from .access import Access
 
 TRANSIENT_STATUS = (408, 409, 425, 429)
 LONGEST_WAIT_S = 60
+CHAT = "/v1/chat/completions"
 REFUSED_AT_LEAST, REFUSED_SHARE = 10, 0.05  # more refusals than both: the run is wrong, not some prompts
 
 
@@ -60,11 +61,16 @@ FAILURES = (httpx.HTTPError, json.JSONDecodeError, BrokenReply)
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server as this stage asks it. ``gives_ids``: it takes return_token_ids (others may refuse what they do not know)."""
+    """A server as this stage asks it.
 
-    client: httpx.Client
+    stall_s: a request waits so long for the next bytes of its answer. gives_ids: it takes return_token_ids (others may refuse
+    what they do not know).
+    """
+
+    access: Access
     model: str
     name: str
+    stall_s: float
     gives_ids: bool = True
 
 
@@ -142,7 +148,7 @@ def ask(
         except httpx.HTTPStatusError as error:
             if transient(error):
                 raise
-            return _line(conversation, answers, failures, _words(error))
+            return _line(conversation, answers, failures, _words(error, endpoints[0].access))
         said = reply["message"]
         answer = Answer(
             id=conversation.id if turn == 0 else f"{conversation.id}-{turn}",
@@ -173,10 +179,11 @@ def _line(conversation: Conversation, answers: list[Answer], failures: Counter[s
     return {"id": conversation.id, "answers": rows, "failures": dict(failures), "refused": refused}
 
 
-def _words(error: Exception) -> str:
-    """What the server said of a failure."""
-    said = f": {error.response.text[:300]}" if isinstance(error, httpx.HTTPStatusError) else ""
-    return f"{failure_kind(error)}{said or f': {error}'}"
+def _words(error: Exception, reached: Access) -> str:
+    """What the server said of a failure, without the key."""
+    said = error.response.text if isinstance(error, httpx.HTTPStatusError) else ""
+    hidden = reached.hide(said)[:300] or reached.hide(str(error))
+    return f"{failure_kind(error)}: {hidden}"
 
 
 def _reply(
@@ -204,16 +211,16 @@ def _reply(
 def _chat(endpoint: Endpoint, body: Body) -> Reply:
     body = body | {"model": endpoint.model} | ({"return_token_ids": True} if endpoint.gives_ids else {})
     if not body.get("stream"):
-        return _whole(_posted(endpoint.client, body))
-    with endpoint.client.stream("POST", "/chat/completions", json=body) as reply:
+        return _whole(_posted(endpoint, body))
+    with endpoint.access.http().stream("POST", CHAT, json=body, timeout=endpoint.stall_s) as reply:
         if reply.is_error:
             reply.read()
         reply.raise_for_status()
         return _joined(reply.iter_lines())
 
 
-def _posted(client: httpx.Client, body: Body) -> Body:
-    reply = client.post("/chat/completions", json=body)
+def _posted(endpoint: Endpoint, body: Body) -> Body:
+    reply = endpoint.access.http().post(CHAT, json=body, timeout=endpoint.stall_s)
     reply.raise_for_status()
     answer: Body = reply.json()
     return answer
@@ -351,23 +358,16 @@ def _tokenizer_folder(target: str) -> Path:
         raise Eagle3Error(f"target: {target!r} is no folder and the model hub did not give it: {error}") from error
 
 
-def client_for(url: str, params: GenerateParams) -> httpx.Client:
-    if params.api_key_env and params.api_key_env not in os.environ:
-        raise Eagle3Error(f"api_key_env: found no environment variable {params.api_key_env}, expected the server's key")
-    return httpx.Client(
-        base_url=f"{url}/v1",
-        headers={"Authorization": f"Bearer {os.environ[params.api_key_env]}"} if params.api_key_env else {},
-        timeout=params.stall_timeout_s,
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=params.concurrency),
-    )
+def endpoint_of(reached: Access, params: GenerateParams) -> Endpoint:
+    """A running server: the first model that it lists, and whether it gives token ids.
 
-
-def endpoint_of(url: str, params: GenerateParams) -> Endpoint:
-    """A running server: the first model that it lists, and whether it gives token ids."""
-    client = client_for(url.rstrip("/").removesuffix("/v1"), params)
+    Raises:
+        Eagle3Error: it does not answer.
+    """
+    unknown = Endpoint(reached, "", reached.url, params.stall_timeout_s)
 
     def first_model() -> str:
-        reply = client.get("/models")
+        reply = reached.http().get("/v1/models", timeout=params.stall_timeout_s)
         reply.raise_for_status()
         model: str = reply.json()["data"][0]["id"]
         return model
@@ -376,14 +376,17 @@ def endpoint_of(url: str, params: GenerateParams) -> Endpoint:
         model = _retrying(params.tries)(first_model)
         probe = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
         try:
-            reply = _retrying(params.tries)(_posted, client, probe | {"return_token_ids": True})
+            reply = _retrying(params.tries)(_posted, unknown, probe | {"return_token_ids": True})
         except httpx.HTTPStatusError as error:
             if transient(error):
                 raise
             reply = {}  # it refuses what it does not know
-    except (*FAILURES, httpx.InvalidURL, LookupError, TypeError) as error:
-        raise Eagle3Error(f"servers: {url} does not answer as an OpenAI-compatible server: {error}") from error
-    return Endpoint(client, model, url, bool(reply.get("prompt_token_ids")))
+    except (*FAILURES, LookupError, TypeError) as error:
+        said = _words(error, reached) if isinstance(error, httpx.HTTPStatusError) else reached.hide(str(error))
+        raise Eagle3Error(
+            f"servers: {reached.url} does not answer as an OpenAI-compatible server: {said}"
+        ) from reached.cause(error)
+    return replace(unknown, model=model, gives_ids=bool(reply.get("prompt_token_ids")))
 
 
 def ask_all(endpoints: list[Endpoint], todo: list[Conversation], params: GenerateParams) -> Iterator[Line]:
@@ -395,6 +398,7 @@ def ask_all(endpoints: list[Endpoint], todo: list[Conversation], params: Generat
         0,
         0,
     )
+    reached = endpoints[0].access  # all servers have the same key and headers
     with ThreadPoolExecutor(params.concurrency) as pool, tqdm(total=len(todo), desc="generate", mininterval=2) as bar:
 
         def submit(most: int) -> None:
@@ -418,8 +422,8 @@ def ask_all(endpoints: list[Endpoint], todo: list[Conversation], params: Generat
                 bar.update(len(ready))
         except FAILURES as error:
             raise Eagle3Error(
-                f"generate: a server failed {params.tries} times: {_words(error)}; what is finished is kept"
-            ) from error
+                f"generate: a server failed {params.tries} times: {_words(error, reached)}; what is finished is kept"
+            ) from reached.cause(error)
         finally:
             for job in under_way:
                 job.cancel()

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..engines.records import reading
 from ..engines.records.recorded import Recorded
 from ..errors import Eagle3Error
-from ..paths import project_path, short_path
+from ..paths import project_path, short_path, usable_path
 from ..verdict import acceptance, diagnose, pooled, replayed
 from ..verdict.card import Asked, Card
 from ..verdict.changes import HEALTHY
@@ -42,8 +42,12 @@ def run(
         raise Eagle3Error(f"--k: found {positions}, expected {found.positions} as {short_path(path)} tells")
     verdict = _verdict(found, found.positions or positions, reference, drafter, short_path(path))
     verdict.warnings = [*verdict.warnings, *found.notes]
-    asked = Asked(found.engine or "vllm", folder or Asked.drafter, positions=found.positions or positions or 3)
-    files = [short_path(path)] + ([f"{reference}/replay.json"] if reference else [])
+    asked = Asked(
+        found.engine or "vllm",
+        usable_path(folder) if folder else Asked.drafter,
+        positions=found.positions or positions or 3,
+    )
+    files = [usable_path(path)] + ([f"{reference}/replay.json"] if reference else [])
     return Card.of(verdict.as_dict(), None, "pooled", asked, files, expect_length or None)
 
 

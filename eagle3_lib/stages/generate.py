@@ -8,15 +8,19 @@ the end they are put in the order of the prompts into samples.parquet. Memory ho
 """
 
 import contextlib
+import functools
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..compat import launch
-from ..engines.chat import Endpoint, ask_all, client_for, endpoint_of
+from ..engines import access, running
+from ..engines.chat import Endpoint, ask_all, endpoint_of
 from ..engines.registry import ENGINES
 from ..errors import Eagle3Error
 from ..files import write_json
@@ -28,11 +32,15 @@ from ..targets.answers import Answer, write_parquet
 from ..targets.answers import read_answers as read_answers  # for the notebook
 from ..targets.identity import target_identity
 from ..targets.prompts import Conversation
+from . import served
 
 NOT_THE_ANSWERS = {  # parameters that do not change what a conversation is answered
     *("out", "prompts", "max_prompts", "held_out_share", "drop", "concurrency", "stream", "tries", "stall_timeout_s"),
-    *("port", "servers", "api_key_env", "engine_python", "start_timeout_s"),
+    *("port", "servers", "engine_python", "start_timeout_s"),
+    *("api_key_env", "headers_env", "ca_file", "verify_tls"),
 }
+CHECK_TOKENS = 1024  # of a prompt of the check that a server serves the target; a longer one is cut
+CHECKED = "servers.json"
 LOOP_PERIODS, LOOP_REPEATS, LOOP_TOKENS = 64, 4, 48
 
 
@@ -44,14 +52,16 @@ def run(params: GenerateParams) -> dict:
 
     Returns:
         the summary, also in summary.json: samples, splits, tokens, finish reasons, tokens/s, what was dropped and why,
-        failed tries by kind, the share with reasoning, how many answers render as the target produced them, and a
-        histogram of lengths.
+        failed tries by kind, the share with reasoning, how many answers render as the target produced them, a histogram of
+        lengths, what :func:`check_servers` found of running servers, and how many rows of the prompts were skipped.
     Raises:
-        Eagle3Error: wrong prompts, a server that fails ``tries`` times in a row, or one that refuses more than some
-            prompts; what is finished is kept.
+        Eagle3Error: wrong prompts, a running server that serves another model than the target, a server that fails ``tries``
+            times in a row, or one that refuses more than some prompts; what is finished is kept.
     """
     out = project_path(params.out)
-    conversations = prompts.read(params.prompts, params.max_prompts)
+    conversations, skipped = prompts.read_counted(params.prompts, params.max_prompts)
+    if skipped:
+        print(f"note: {prompts.skipped_words(params.prompts, skipped)}", file=sys.stderr)
     source = {} if params.prompts.startswith(prompts.DATASETS) else {"prompts": project_path(params.prompts)}
     with stage("generate", params, source) as notes:
         log = out / "log.jsonl"
@@ -60,16 +70,21 @@ def run(params: GenerateParams) -> dict:
         todo = [conversation for conversation in conversations if conversation.id not in done]
         started, tokens = time.monotonic(), 0
         if todo:
-            with servers_for(params, out) as endpoints, log.open("a") as sink:
-                started = time.monotonic()
-                for line in ask_all(endpoints, todo, params):
-                    sink.write(json.dumps(line, separators=(",", ":")) + "\n")
-                    sink.flush()
-                    tokens += sum(len(answer["output_ids"]) for answer in line["answers"])
+            with servers_for(params, out) as endpoints:
+                if params.servers:
+                    check_servers(endpoints, todo, params)
+                with log.open("a") as sink:
+                    started = time.monotonic()
+                    for line in ask_all(endpoints, todo, params):
+                        sink.write(json.dumps(line, separators=(",", ":")) + "\n")
+                        sink.flush()
+                        tokens += sum(len(answer["output_ids"]) for answer in line["answers"])
         seconds = time.monotonic() - started
         summary = Summary()
         write_parquet(summary.counted(_samples(log, conversations, params), params.drop), out / "samples.parquet")
         notes |= summary.result() | {
+            "served_models": _checked(out) if params.servers else [],
+            "skipped_rows": skipped,
             "asked_now": len(todo),
             "tokens_per_s": round(tokens / seconds, 1) if todo else None,
         }
@@ -84,14 +99,87 @@ def run(params: GenerateParams) -> dict:
 def servers_for(params: GenerateParams, out: Path) -> Iterator[list[Endpoint]]:
     """The running servers that the parameters name, or one that is started here."""
     if params.servers:
-        yield [endpoint_of(url, params) for url in params.servers]
+        yield [endpoint_of(access.of_params(params, url), params) for url in params.servers]
         return
     with launch.serve(params, targets.resolve(params.target), out / "server.log") as server:
         name = f"{server.engine} {server.version}"
         if ENGINES[server.engine].spec.chat_gives_ids:
-            yield [Endpoint(client_for(server.url, params), server.model, name)]
+            yield [Endpoint(server.reached, server.model, name, params.stall_timeout_s)]
         else:  # whether it knows return_token_ids must be asked
-            yield [replace(endpoint_of(server.url, params), name=name)]
+            yield [replace(endpoint_of(server.reached, params), name=name)]
+
+
+def check_servers(endpoints: list[Endpoint], todo: list[Conversation], params: GenerateParams) -> None:
+    """Hold the models of running servers against the target's folder (:mod:`eagle3_lib.stages.served`), each server once.
+
+    What was found stays in servers.json, so that a stage that goes on does not check again. Where a check cannot be made (the
+    target's weights are not here or do not fit, the server is no engine that the project knows, it gives no token ids), that is
+    told, and the next start tries again.
+
+    Raises:
+        Eagle3Error: a server serves another model than the target.
+    """
+    out, identity = project_path(params.out), target_identity(params.target)
+    known = [row for row in _checked(out) if row["tokens"]]
+    check, rows = _Check(params, todo), []
+    for endpoint in endpoints:
+        key = {"server": endpoint.name, "model": endpoint.model, "target_identity": identity}
+        row = next((row for row in known if row.items() >= key.items()), None)
+        if row is None:
+            row = key | check.of(endpoint)
+            if row["remark"]:
+                print(f"note: {row['remark']}", file=sys.stderr)
+        rows.append(row)
+    write_json(out / CHECKED, rows)
+
+
+def _checked(out: Path) -> list[dict[str, Any]]:
+    """What :func:`check_servers` found, a row for each server; [] where nothing was checked."""
+    path = out / CHECKED
+    return json.loads(path.read_text()) if path.is_file() else []
+
+
+class _Check:
+    """Holds servers against the target, whose prompts and weights are loaded at the first need and once for all servers."""
+
+    def __init__(self, params: GenerateParams, todo: list[Conversation]):
+        self.params, self.todo = params, todo
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        return served.local_folder(self.params.target, self.params.dtype)
+
+    @functools.cached_property
+    def texts(self) -> list[list[int]]:
+        """Token ids of the first few prompts."""
+        tokenizer = targets.load_tokenizer(self.folder)
+        asked = [conversation.first_prompt for conversation in self.todo[: served.CHECKED_PROMPTS]]
+        if tokenizer.chat_template is None:
+            return [tokenizer(text)["input_ids"] for text in asked]
+        return [targets.render(tokenizer, [{"role": "user", "content": text}]) for text in asked]
+
+    @functools.cached_property
+    def target(self) -> served.Target:
+        return served.Target.load(self.params.target, self.folder, self.params.dtype, "cpu")
+
+    def of(self, endpoint: Endpoint) -> dict[str, Any]:
+        """{"tokens": greedy tokens that were held against the target's, 0 where none could be; "differ": those that are not the
+        target's; "remark": a sentence, or ""}.
+
+        Raises:
+            Eagle3Error: it serves another model.
+        """
+        try:
+            server, told = running.find(endpoint.access, endpoint.model, endpoint.stall_s)
+            most = min(CHECK_TOKENS, told.max_model_len or CHECK_TOKENS) - served.CHECKED_TOKENS
+            answers = served.ask(server, [(str(place), ids[:most]) for place, ids in enumerate(self.texts)])
+            target = self.target
+        except Eagle3Error as error:
+            remark = f"{endpoint.name} was not checked to serve {self.params.target}: {error}"
+            return {"tokens": 0, "differ": 0, "remark": remark}
+        compared = target.compare(server, answers)
+        remark = f"{endpoint.name}: {compared.words()}" if compared.differ else ""
+        return {"tokens": compared.tokens, "differ": compared.differ, "remark": remark}
 
 
 # --- the log ----------------------------------------------------------------------------------------------------------
@@ -106,6 +194,8 @@ def _start_over_if_changed(log: Path, params: GenerateParams) -> None:
         aside = log.with_name(f"log.{int(log.stat().st_mtime)}.jsonl")
         print(f"the settings changed: earlier answers are kept as {short_path(aside)}")
         log.rename(aside)
+    if not log.is_file():
+        log.with_name(CHECKED).unlink(missing_ok=True)
     write_json(known, settings)
 
 

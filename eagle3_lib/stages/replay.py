@@ -14,7 +14,7 @@ from ..errors import Eagle3Error
 from ..files import write_json
 from ..manifest import stage
 from ..params import ReplayParams, SamplingSettings
-from ..paths import project_path, short_path
+from ..paths import project_path, short_path, usable_path
 from ..results import Benchmark, Cost, PlainTokens, Replay, VerdictFile
 from ..targets import targets
 from ..verdict import begun, changes, diagnose, emitted, hypotheses, lossless, pooled, replayed, suspects
@@ -128,8 +128,8 @@ def _card(
     params: ReplayParams, bench: Benchmark, replay: Replay, judged: VerdictFile, expect_length: float | None
 ) -> Card:
     name = bench.get("engine", params.engine)
-    folder, measured_in = (short_path(project_path(place)) for place in (params.out, params.benchmark))
-    asked = Asked(name, params.drafter, params.target, measured_in, bench["positions"], params.run)
+    folder, measured_in, drafter = (usable_path(place) for place in (params.out, params.benchmark, params.drafter))
+    asked = Asked(name, drafter, params.target, measured_in, bench["positions"], params.run)
     files = [f"{measured_in}/benchmark.json", f"{folder}/replay.json", f"{folder}/verdict.json"]
     grade = replay.get("evidence", "told")
     found = Card.of(judged["verdict"], judged["cost"], grade, asked, files, expect_length)

@@ -9,27 +9,26 @@ chunks where each answer's own totals confirm them ("chunks"); else each answer'
 is there the card says so, and what would tell.
 """
 
-import os
+import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from tqdm import tqdm
 
 from .. import results
-from ..engines import running, serving
-from ..engines.access import Access
+from ..engines import access, running, serving
 from ..engines.base import Server
 from ..engines.running import Busy, Told
 from ..errors import Eagle3Error
-from ..files import sha256, write_json
+from ..files import write_json
 from ..journal import Journal
 from ..manifest import stage
 from ..params import GREEDY, ReplayParams, ServerParams
-from ..paths import project_path, short_path
+from ..paths import project_path, short_path, usable_path
 from ..results import (
     BENCHMARK_SCHEMA,
     CARD_SCHEMA,
@@ -40,15 +39,13 @@ from ..results import (
     MeasuredRequest,
 )
 from ..targets import prompts, targets
-from ..verdict import diagnose, emitted
+from ..verdict import diagnose
 from ..verdict.card import Asked, Card, check_gate
 from ..verdict.rounds import contradiction
-from . import asking, benchmark, replay
+from . import asking, benchmark, loaded, replay, served
 from .asking import Ask
 
 CONTEXT_LEFT = 16  # tokens of the server's context that an answer leaves free
-CHECKED_PROMPTS, CHECKED_TOKENS = 2, 24  # asked first, to see whether the served model is the target
-OTHER_MODEL = 0.5  # share of those tokens that are not the target's choice, from which on the model is another one
 
 
 @dataclass(frozen=True)
@@ -105,26 +102,31 @@ def run(params: ServerParams) -> Card:
     out, folder = project_path(params.out), targets.resolve(params.target)
     inputs = {"drafter": project_path(params.drafter)}
     benchmark.check_drafter(params.drafter, params.target, folder)
-    server, told = running.find(access(params), params.model, params.stall_timeout_s)
+    server, told = running.find(access.of_params(params, params.url), params.model, params.stall_timeout_s)
     running.refuse(told, temperature=0)
     _check_repeat(params, told)
     positions = _positions(params, told)
     asked = _prompts(params, folder, told)
     with stage("server", params, inputs) as notes:
+        drafter = loaded.compare(told.drafter, params.drafter)
         _show(told, positions)
-        served = _check_model(params, folder, server, asked.prompts)
+        if drafter.same:
+            print(drafter.words)
+        of_model = _check_model(params, folder, server, asked)
         asker = _Asker(server, told, positions, asked, params)
         first_answers = out / "first_answers.jsonl"
         requests, traffic = asker.ask_again_later(first_answers) if params.repeat_after_s else asker.ask()
         graded = _grade(told, requests, positions, traffic)
-        remarks = [*told.untold, *served, *([traffic.words()] if traffic.seen else [])]
+        doubts = [drafter.words] if drafter.remark else []
+        others = [traffic.words()] if traffic.seen else []
+        remarks = [*told.untold, *doubts, *asked.remarks, *of_model, *others]
         _clear(out)
         write_json(
             out / "server.json",
             {"told": asdict(told), "positions": positions, "grade": graded.grade, "traffic": asdict(traffic)}
-            | {"remarks": remarks},
+            | {"drafter": asdict(drafter), "remarks": remarks},
         )
-        card = _judge(params, told, positions, graded, out)
+        card = _judge(params, told, positions, graded, out, doubts)
         first_answers.unlink(missing_ok=True)
         notes |= {"verdict": card.kind, "grade": graded.grade, "remarks": remarks}
         for sentence in remarks:
@@ -153,22 +155,6 @@ def conditions(params: ServerParams) -> list[ConditionTokens]:
     if not (project_path(params.out) / "verdict.json").is_file():
         return []
     return replay.read_verdict(params.out)["verdict"]["evidence"].get("conditions", [])
-
-
-def access(params: ServerParams) -> Access:
-    """How the server is reached; key and headers come from the environment.
-
-    Raises:
-        Eagle3Error: an environment variable that is named and not set.
-    """
-    names = {"api_key_env": params.api_key_env} if params.api_key_env else {}
-    names |= {f"headers_env: {header}": name for header, name in params.headers_env.items()}
-    for field, name in names.items():
-        if not os.environ.get(name):
-            raise Eagle3Error(f"{field}: found no environment variable {name}, expected one that holds the value")
-    headers = {header: os.environ[name] for header, name in params.headers_env.items()}
-    key = os.environ[params.api_key_env] if params.api_key_env else ""
-    return Access(params.url, key, headers, params.ca_file, params.verify_tls)
 
 
 def _check_repeat(params: ServerParams, told: Told) -> None:
@@ -211,10 +197,11 @@ def _positions(params: ServerParams, told: Told) -> int:
 
 @dataclass(frozen=True)
 class _Prompts:
-    """(id, token ids) of what is asked."""
+    """(id, token ids) of what is asked, and what was odd about the prompts, as sentences."""
 
     prompts: list[tuple[str, list[int]]]
     long_prompts: list[tuple[str, list[int]]]
+    remarks: list[str]
 
 
 def _prompts(params: ServerParams, folder: Path, told: Told) -> _Prompts:
@@ -226,17 +213,18 @@ def _prompts(params: ServerParams, folder: Path, told: Told) -> _Prompts:
     tokenizer = targets.load_tokenizer(folder)
     # At the end of its context an engine drafts less, see eagle3_lib/verdict/rounds.py at_context_limit.
     most = (told.max_model_len or 2**31) - params.max_tokens - CONTEXT_LEFT
-    conversations = prompts.read(params.prompts)
+    conversations, skipped = prompts.read_counted(params.prompts)
 
-    def render(text: str, messages: list[dict[str, Any]]) -> list[int]:
+    def render(text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         if tokenizer.chat_template is None:  # a base model's
             ids: list[int] = tokenizer(text)["input_ids"]
             return ids
-        return targets.render(tokenizer, messages)
+        return targets.render(tokenizer, messages, tools)
 
     found: list[tuple[str, list[int]]] = []
     for conversation in conversations:
-        ids = render(conversation.first_prompt, conversation.messages[: conversation.turns[0]])
+        messages = conversation.messages[: conversation.turns[0]]
+        ids = render(conversation.first_prompt, messages, conversation.tools)
         if len(ids) <= most:
             found.append((conversation.id, ids))
         if len(found) == params.max_prompts:
@@ -248,10 +236,11 @@ def _prompts(params: ServerParams, folder: Path, told: Told) -> _Prompts:
         )
 
     def of_user(text: str) -> list[int]:
-        return render(text, [{"role": "user", "content": text}])
+        return render(text, [{"role": "user", "content": text}], [])
 
     texts = [conversation.first_prompt for conversation in conversations]
-    return _Prompts(found, asking.lengthened(texts, of_user, most) if params.states else [])
+    remarks = [prompts.skipped_words(params.prompts, skipped)] if skipped else []
+    return _Prompts(found, asking.lengthened(texts, of_user, most) if params.states else [], remarks)
 
 
 def _show(told: Told, positions: int) -> None:
@@ -260,48 +249,16 @@ def _show(told: Told, positions: int) -> None:
     print(f"{told.engine} {told.version} serves {told.model!r}: {method}, K = {positions}{drafter}")
 
 
-def _check_model(
-    params: ServerParams, folder: Path, server: Server, asked: Sequence[tuple[str, list[int]]]
-) -> list[str]:
+def _check_model(params: ServerParams, folder: Path, server: Server, asked: _Prompts) -> list[str]:
     """What is odd about the served model beside the target's folder, as sentences.
 
     Raises:
         Eagle3Error: its greedy tokens are not the target's, or it gives ids beyond the target's vocabulary.
     """
-    target = targets.load(folder, getattr(torch, params.dtype), params.device)
-    answers = [
-        cast(
-            MeasuredRequest, {"id": name, "prompt_ids": ids, "output_ids": running.greedy(server, ids, CHECKED_TOKENS)}
-        )
-        for name, ids in asked[:CHECKED_PROMPTS]
-    ]
-    size = target.get_input_embeddings().weight.shape[0]
-    most = max(max(answer["output_ids"]) for answer in answers)
-    if most >= size:
-        raise Eagle3Error(
-            f"model: the server answers with the token id {most}, expected ids below {size}, the vocabulary of {params.target}"
-        )
-    how = emitted.Told(GREEDY, "bfloat16", targets.end_ids(folder))
-    layer = target.config.get_text_config().num_hidden_layers
-    compared = emitted.plain(target, layer, answers, how)
-    wrong, tokens = compared["not_greedy"] or 0, compared["tokens"]
-    if wrong > OTHER_MODEL * tokens:
-        now = running.busy(server)
-        others = (
-            f" {now.running} requests of others are under way: ask again when it is idle."
-            if now and now.running
-            else ""
-        )
-        raise Eagle3Error(
-            f"model: {wrong} of {tokens} greedy tokens that the server gave are not those of {params.target}. Either it serves "
-            f"another model (another checkpoint, quantised, finetuned), or it computes this one wrongly now.{others} Expected "
-            f"the folder that the server was started with"
-        )
-    if wrong:
-        return [
-            f"{wrong} of {tokens} greedy tokens of the served model are not the target's; the replay looks at all of them"
-        ]
-    return []
+    answers = served.ask(server, asked.prompts)
+    target = served.Target.load(params.target, folder, params.dtype, params.device)
+    compared = target.compare(server, answers)
+    return [f"{compared.words()}; the replay looks at all of them"] if compared.differ else []
 
 
 Answers = tuple[list[MeasuredRequest], Traffic]
@@ -350,8 +307,8 @@ class _Asker:
     def _settings(self) -> dict[str, Any]:
         """What must be the same for a killed run to go on."""
         of_server = {name: getattr(self.told, name) for name in ("engine", "version", "model", "target", "drafter")}
-        prompts_hash = sha256(project_path(self.params.prompts))
-        return {"params": self.params.model_dump(), "server": of_server, "prompts_sha256": prompts_hash}
+        of_prompts = hashlib.sha256(json.dumps(self.asked.prompts).encode()).hexdigest()
+        return {"params": self.params.model_dump(), "server": of_server, "prompts_sha256": of_prompts}
 
     def _started_anew(self, first: dict[str, Any]) -> bool:
         """Whether the server has counted less than when the first answers ended."""
@@ -469,12 +426,13 @@ def _other_k(requests: Sequence[MeasuredRequest], positions: int) -> str:
 # --------------------------------------------------------------------------------------------------------------- judge
 
 
-def _judge(params: ServerParams, told: Told, positions: int, graded: Graded, out: Path) -> Card:
+def _judge(params: ServerParams, told: Told, positions: int, graded: Graded, out: Path, doubts: Sequence[str]) -> Card:
+    """The card; doubts: sentences that it shows as warnings."""
     of_server = Asked(
         told.engine,
-        params.drafter,
+        usable_path(params.drafter),
         told.target or params.target,
-        short_path(out),
+        usable_path(out),
         positions,
         replayed=params.target,
     )
@@ -483,14 +441,14 @@ def _judge(params: ServerParams, told: Told, positions: int, graded: Graded, out
         verdict = diagnose.Verdict(
             params.name, diagnose.CANNOT_TELL, f"{params.name}: cannot tell, because {graded.reason}."
         )
-        found = Card.of(verdict.as_dict(), None, "chunks", of_server, [short_path(out / "server.json")], expected)
+        found = Card.of(verdict.as_dict(), None, "chunks", of_server, [usable_path(out / "server.json")], expected)
         found = replace(
             found,
             next=of_server.diagnose_url(),
             after="remove the reason above, and ask the server again:",
             evidence="what the server tells of itself; which rounds its answers were made in is not known",
         )
-        return _shown(out, found, told)
+        return _shown(out, found, told, doubts)
     write_json(out / "benchmark.json", _benchmark(params, told, positions, graded))
     values = {
         "name": params.name,
@@ -506,13 +464,15 @@ def _judge(params: ServerParams, told: Told, positions: int, graded: Graded, out
     replayed = ReplayParams.check(values, "replay")
     replay.run(replayed, expected)
     judged = replay.verdict(replayed)
-    files = [short_path(out / f"{name}.json") for name in ("server", "benchmark", "replay", "verdict")]
-    return _shown(out, Card.of(judged["verdict"], judged["cost"], graded.grade, of_server, files, expected), told)
+    files = [usable_path(out / f"{name}.json") for name in ("server", "benchmark", "replay", "verdict")]
+    found = Card.of(judged["verdict"], judged["cost"], graded.grade, of_server, files, expected)
+    return _shown(out, found, told, doubts)
 
 
-def _shown(out: Path, card: Card, told: Told) -> Card:
-    """The card under the server's name, kept as card.json."""
-    card = replace(card, engine=f"{told.engine} {told.version}".strip())
+def _shown(out: Path, card: Card, told: Told, doubts: Sequence[str]) -> Card:
+    """The card under the server's name and with its doubts, kept as card.json."""
+    engine = f"{told.engine} {told.version}".strip()
+    card = replace(card, engine=engine, warnings=(*doubts, *card.warnings))
     write_json(out / "card.json", {"schema": CARD_SCHEMA, **card.as_dict()})
     return card
 

@@ -6,6 +6,7 @@ blocks spread evenly over all of it. Two files that differ only between those bl
 
 import functools
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..paths import project_path
@@ -58,6 +59,12 @@ def folder_identity(folder: str) -> str:
         if path.is_file() and not hidden and path.suffix != ".md":
             digest.update(f"{name} {path.stat().st_size} {_content(path)}\n".encode())
     return f"folder:{digest.hexdigest()}"
+
+
+def files_identity(files: Iterable[Path]) -> str:
+    """One hash over the contents of some files, such as a drafter's weights; their names do not count."""
+    contents = sorted(_content(path) for path in files)
+    return hashlib.sha256("\n".join(contents).encode()).hexdigest()
 
 
 def _content(path: Path) -> str:

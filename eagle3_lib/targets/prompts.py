@@ -3,7 +3,7 @@
 A row holds ``prompt`` (text), ``messages`` (as the OpenAI API has them) or ``conversations`` (``from`` and ``value``, as
 ShareGPT has them); besides, where wanted, ``system`` (text) and ``tools`` (as the OpenAI API has them). Assistant turns
 of a row are not used: the target gives its own. A turn that calls tools is the exception, since the tools' results that
-follow belong to that call.
+follow belong to that call. A ShareGPT row without a human turn asks nothing: it is skipped and counted.
 """
 
 import hashlib
@@ -50,6 +50,10 @@ class Conversation:
 TURN = {"role": "assistant"}
 
 
+class NoHumanTurn(Eagle3Error):
+    """A ShareGPT row in which nobody asks anything."""
+
+
 def content_text(message: dict) -> str:
     """The text of a message, also of one made of parts."""
     content = message.get("content") or ""
@@ -73,20 +77,39 @@ def split_of(first_prompt: str, held_out_share: float) -> str:
 
 
 def read(source: str, most: int = 0) -> list[Conversation]:
-    """The conversations of a prompts source, each once, in its order.
+    """The conversations of a prompts source; see :func:`read_counted`. Skipped rows are told."""
+    found, skipped = read_counted(source, most)
+    if skipped:
+        print(f"note: {skipped_words(source, skipped)}")
+    return found
+
+
+def skipped_words(source: str, skipped: int) -> str:
+    """A sentence for notes and reports."""
+    return f"prompts: {source}: {skipped} ShareGPT rows without a human turn are skipped"
+
+
+def read_counted(source: str, most: int = 0) -> tuple[list[Conversation], int]:
+    """The conversations of a prompts source, each once, in its order, and the number of rows that were skipped.
 
     Args:
         source: a .jsonl or .parquet file (relative to the project root or absolute), or "datasets:NAME" or
             "datasets:NAME:SPLIT" for a data set of the ``datasets`` library ("train" when no split is named).
         most: stop after so many (0: all).
     Returns:
-        conversations; one whose text differs from an earlier one's in white space alone is left out.
+        (conversations, skipped): a conversation whose text differs from an earlier one's in white space alone is left out;
+        skipped counts ShareGPT rows without a human turn.
     Raises:
         Eagle3Error: naming the file, the row, the field, what was found and expected.
     """
     found: dict[str, Conversation] = {}
+    skipped = 0
     for where, row in _rows(source):
-        conversation = parse(row, where)
+        try:
+            conversation = parse(row, where)
+        except NoHumanTurn:
+            skipped += 1
+            continue
         said = json.dumps([[m["role"], content_text(m).split()] for m in conversation.messages]) + str(
             conversation.tools
         )
@@ -94,15 +117,16 @@ def read(source: str, most: int = 0) -> list[Conversation]:
         if most and len(found) == most:
             break
     if not found:
-        raise Eagle3Error(f"{source}: found no row, expected prompts")
-    return list(found.values())
+        without = f" with a human turn ({skipped} without one)" if skipped else ""
+        raise Eagle3Error(f"{source}: found no row{without}, expected prompts")
+    return list(found.values()), skipped
 
 
 def parse(row: dict, where: str) -> Conversation:
     """One row as a conversation, checked.
 
     Raises:
-        Eagle3Error: no text where one belongs, an unknown role, or no user turn.
+        Eagle3Error: no text where one belongs, an unknown role, or no user turn (:class:`NoHumanTurn` for a ShareGPT row).
     """
     if not isinstance(row, dict):
         raise Eagle3Error(f"{where}: found {type(row).__name__}, expected an object")
@@ -120,20 +144,24 @@ def parse(row: dict, where: str) -> Conversation:
         messages = [{"role": "system", "content": system}, *messages]
     messages = _with_turns(messages)
     if not any(message["role"] == "user" for message in messages):
-        raise Eagle3Error(f"{where}: found no message of role user, expected one at least")
+        kind = NoHumanTurn if "conversations" in row and row.get("messages") is None else Eagle3Error
+        raise kind(f"{where}: found no message of role user, expected one at least")
     plain = len(messages) == 2 and not tools  # a bare prompt keeps the hash of its text
     text = content_text(messages[0]) if plain else json.dumps([messages, tools], sort_keys=True)
     return Conversation(hash16(text), messages, tools)
 
 
 def _with_turns(messages: list[dict]) -> list[dict]:
-    """The target's own turns where the row has an assistant's, and one at the end; calls of tools stay."""
+    """The target's own turns where the row has an assistant's, and one at the end; calls of tools stay.
+
+    What an assistant says before anybody has asked something is left out: the target has nothing to answer there.
+    """
     kept = []
     for place, message in enumerate(messages):
         after = messages[place + 1]["role"] if place + 1 < len(messages) else ""
         if message["role"] != "assistant" or (after == "tool" and message.get("tool_calls")):
             kept.append(message)
-        elif kept and kept[-1] != TURN:
+        elif any(earlier["role"] == "user" for earlier in kept) and kept[-1] != TURN:
             kept.append(TURN)
     return kept if kept and kept[-1] == TURN else [*kept, TURN]
 

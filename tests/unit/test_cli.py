@@ -1,5 +1,6 @@
 """The commands on real parts: the base drafter, the recorded rounds of the real vLLM, a published run's measurements."""
 
+import inspect
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from eagle3_lib import cli
@@ -88,6 +90,15 @@ def test_help_says_what_is_read_and_written_and_gives_an_example(command):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_option_whose_metavar_is_its_name_is_named(command):
+    """typer 0.27 takes such a metavar for the option itself: `--URL`."""
+    for name, parameter in inspect.signature(getattr(cli, command)).parameters.items():
+        for option in getattr(parameter.annotation, "__metadata__", ()):
+            if isinstance(option, OptionInfo) and (option.metavar or "").lower() == name:
+                assert option.default == f"--{name}", "the first positional argument of an Option in Annotated"
+
+
 def test_run_passes_its_words_on_to_snakemake():
     done = script("run", "quickstart", "-n", "--forceall")
     assert done.returncode == 0, done.stderr
@@ -177,6 +188,31 @@ def flat(text: str) -> str:
 def test_an_error_of_diagnose_is_no_verdict(words, said):
     both = ["--drafter", BASE, "--target", SMOLLM2] if "--url" in words else []
     assert said in flat(eagle3("diagnose", *words, *both, code=4).stderr)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["diagnos"], "No such command 'diagnos'. Did you mean 'diagnose'?"),
+        (["--no-such-option"], "No such option: --no-such-option"),
+        (["--no-such-option", "diagnose"], "No such option: --no-such-option"),
+        (["audit", BASE, "--target", SMOLLM2, "--versoin", "0.23.0"], "No such option: --versoin"),
+        (["audit", BASE], "Missing option '--target'"),
+        (["export", BASE, "--engine", "tgi", "--target", SMOLLM2, "--out", "x"], "'tgi' is not one of"),
+        (["plan"], "Missing argument 'NAME'"),
+        (["catalogue", "more"], "Got unexpected extra argument"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_4_for_every_command(words, said):
+    """2, which Typer has for it, is an engine fault for whoever runs `diagnose` in CI."""
+    assert said in flat(eagle3(*words, code=4).stderr)
+
+
+@pytest.mark.slow
+def test_a_mistyped_command_ends_the_script_with_4():
+    assert script("diagnos", "quickstart").returncode == 4
+    assert script("diagnose", "--no-such-option").returncode == 4
+    assert script("--help").returncode == 0
 
 
 def test_an_unforeseen_error_of_diagnose_is_no_verdict(monkeypatch):

@@ -209,6 +209,28 @@ def test_calls_of_tools_stay_and_their_results_with_them():
     assert conversation.messages[1]["tool_calls"] == call and conversation.turns == [3]
 
 
+def test_a_sharegpt_row_without_a_human_turn_is_skipped_and_counted(tmp_path, capsys):
+    system, greeting = {"from": "system", "value": "Be short."}, {"from": "gpt", "value": "Hello, ask me."}
+    nobody, silent = {"conversations": [system, greeting]}, {"conversations": [greeting]}
+    path = write_lines(tmp_path / "p.jsonl", [nobody, {"prompt": "a"}, silent, {"prompt": "b"}])
+    found, skipped = prompts.read_counted(path)
+    assert [c.first_prompt for c in found] == ["a", "b"] and skipped == 2
+    assert [c.first_prompt for c in prompts.read(path)] == ["a", "b"]
+    assert "2 ShareGPT rows without a human turn are skipped" in capsys.readouterr().out
+    with pytest.raises(Eagle3Error, match=r"found no row with a human turn \(1 without one\), expected prompts"):
+        prompts.read(write_lines(tmp_path / "none.jsonl", [nobody]))
+    with pytest.raises(Eagle3Error, match="found no message of role user"):  # of OpenAI's messages it is a mistake
+        prompts.parse({"messages": [{"role": "system", "content": "Be short."}]}, "here")
+
+
+def test_what_an_assistant_says_before_anybody_has_asked_is_left_out():
+    said = [("system", "Be short."), ("gpt", "Hello, ask me."), ("human", "one"), ("gpt", "x")]
+    row = {"conversations": [{"from": role, "value": text} for role, text in said]}
+    conversation = prompts.parse(row, "here")
+    assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant"]
+    assert conversation.turns == [2] and conversation.first_prompt == "Be short.\none"
+
+
 def test_prompts_from_parquet_and_without_doubles(tmp_path):
     texts = ["a  b", "a b", "c"]
     pyarrow.parquet.write_table(pyarrow.table({"prompt": texts}), tmp_path / "p.parquet")

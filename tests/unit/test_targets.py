@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from eagle3_lib import files
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.targets import targets
 
@@ -35,3 +36,13 @@ def test_embedding_and_head_are_read_alone(target, target_folder):
     embedding, head = targets.embedding_and_head(target_folder)
     assert torch.equal(embedding, target.get_input_embeddings().weight)
     assert torch.equal(head, target.lm_head.weight)
+
+
+def test_of_two_that_build_a_folder_the_first_stays(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+        files.settle(tmp_path / name, tmp_path / "target")
+    assert (tmp_path / "target" / "config.json").read_text() == "first"
+    with pytest.raises(FileNotFoundError):
+        files.settle(tmp_path / "none", tmp_path / "target")
