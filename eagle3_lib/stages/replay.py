@@ -48,7 +48,7 @@ def run(params: ReplayParams, expect_length: float | None = None) -> Replay:
         target = targets.load(folder, dtype, params.device)
         measured.refuse_unknown_ids(bench, target.get_input_embeddings().weight.shape[0], where)
         drafter = checkpoint.load_for(params.drafter, params.target, target, dtype)
-        rounded = emitted.coarser(bench.get("dtype", params.dtype), params.dtype)
+        rounded = emitted.coarser(bench.get("dtype", emitted.UNTOLD), params.dtype)
         told = Told(rounds.sampling, rounded, targets.end_ids(folder))
         ranks = options.tensor_parallel(bench.get("engine_args", []))
         tried = suspects.suspects(drafter, changes.TargetParts.of(target, ranks))

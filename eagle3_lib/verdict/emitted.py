@@ -18,6 +18,8 @@ from . import lossless
 from .rounds import Laid
 
 COARSEST_FIRST = ("bfloat16", "float16", "float32")
+# The dtype of an engine that does not tell it: the default of vLLM and SGLang for most targets, and the one that excuses most.
+UNTOLD = "bfloat16"
 
 
 @dataclass(frozen=True)
