@@ -47,9 +47,9 @@ publish: $(READY)
 lab: $(READY)
 	$(BIN)/jupyter lab --notebook-dir . $(if $(filter 0,$(shell id -u)),--allow-root)
 
-# Two files of tests at once, the long ones first. A start of vLLM keeps one core busy, so two cores bear two of them.
+# Two files of tests at once, the long ones first; one thread each, since threads that wait for each other spin.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not slow" tests/unit tests/notebooks
