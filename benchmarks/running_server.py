@@ -1,6 +1,6 @@
 """How long `eagle3 diagnose --url` takes on a vLLM that a user started, and whether its verdict is right.
 
-    python benchmarks/running_server.py     about 25 minutes on 2 cores
+    OMP_NUM_THREADS=1 python benchmarks/running_server.py     about 20 minutes on 2 cores
 
 A server is started for each row: `python -m vllm.entrypoints.openai.api_server` on the CPU, once without any flag that helps
 the diagnosis and once with --per-request-spec-decode-metrics detailed. It is healthy; or its worker is broken (drafts after
@@ -83,7 +83,7 @@ def main() -> None:
                 continue
             rows.append(measure(server, flags))
             result = {
-                "command": "python benchmarks/running_server.py",
+                "command": "OMP_NUM_THREADS=1 python benchmarks/running_server.py",
                 "date": datetime.date.today().isoformat(),
                 "prompts": PROMPTS,
                 "hardware": hardware(),

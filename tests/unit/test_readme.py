@@ -45,3 +45,36 @@ def test_the_commands_of_the_readme_are_targets_of_the_makefile():
     targets = set(re.findall(r"^([\w-]+)(?: [\w-]+)*:", (ROOT / "Makefile").read_text(), re.MULTILINE))
     targets |= set(re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split())
     assert set(re.findall(r"(?:^|`|: )make ([a-z][\w-]*)", README, re.MULTILINE)) <= targets
+
+
+def test_the_table_of_the_h200_is_of_its_report():
+    folder = ROOT / "reports" / "smollm2_h200"
+    engines = json.loads((folder / "report.json").read_text())["engines"].values()
+    page = (ROOT / "docs" / "gpus.md").read_text()
+
+    def row(name, values):
+        assert f"| {name} | {' | '.join(values)} |" in page, (name, values)
+
+    for drafter in ("base", "finetuned"):
+        agreements = [engine["drafters"][drafter]["agreement"] for engine in engines]
+        row(
+            f"rounds equal to the replay, {drafter} drafter",
+            [f"{found['equal']} of {found['rounds']}, {found['cut']} others cut" for found in agreements],
+        )
+    row("tokens/s, plain", [f"{engine['throughput']['plain']['tokens_per_s']['value']:.0f}" for engine in engines])
+    names = {"ngram": "n-gram", "base": "base drafter", "finetuned": "finetuned drafter"}
+    for mode, name in names.items():
+        row(f"{name} over plain", [f"{engine['speedup'][mode]['value']:.2f}" for engine in engines])
+    row(
+        "mean acceptance length from which the finetuned drafter pays",
+        [f"{engine['cost']['finetuned']['break_even_length']:.2f}" for engine in engines],
+    )
+    loads = [
+        [
+            json.loads((folder / f"data/benchmark/{engine}/{mode}/benchmark.json").read_text())["load_s"]
+            for mode in modes
+        ]
+        for engine in ("vllm", "sglang")
+        for modes in [("plain", "finetuned")]
+    ]
+    row("seconds until the server answers, plain and finetuned", [f"{a:.0f}, {b:.0f}" for a, b in loads])
