@@ -98,5 +98,7 @@ def _figures(found: dict, mode: str) -> dict[str, dict]:
         if agreement["rounds"]:
             figures["rounds_equal"] = {"value": agreement["equal"] / agreement["rounds"]}
     elif mode == "ngram" and (acceptance := found["ngram_acceptance"]):
-        figures |= {key: acceptance[key] for key in ("mean_length", "acceptance_rate")}
+        figures["mean_length"] = acceptance["mean_length"]
+        if not (found["evidence"][mode]["cross_check"] or {}).get("contradictions"):  # else some steps drafted nothing
+            figures["acceptance_rate"] = acceptance["acceptance_rate"]
     return {key: value for key, value in figures.items() if value and key in FIGURES}
