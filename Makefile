@@ -47,9 +47,11 @@ publish: $(READY)
 lab: $(READY)
 	$(BIN)/jupyter lab --notebook-dir . $(if $(filter 0,$(shell id -u)),--allow-root)
 
-# Two files of tests at once, the long ones first; one thread each, since threads that wait for each other spin.
+# The whole pipeline alone, since its stages take all cores; then two files of tests at once, the long ones first, one thread
+# each, since threads that wait for each other spin.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/e2e
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not slow" tests/unit tests/notebooks
