@@ -92,9 +92,9 @@ class Table:
         columns: dict[str, list[NDArray[Any]]] = {
             name: [] for name in ("request", "slot", "place", "round", "engine", "drafted")
         }
-        columns |= {"outside": [], "beside": [], "cached": [], "prompt": [], "distance": [], "sent": []}
+        columns |= {"outside": [], "beside": [], "cached": [], "prompt": [], "distance": []}
         counts, suspects, since = _Named(), _Named(), _Named()
-        times, index = [], -1
+        times, sent, index = [], [], -1
         for index, request in enumerate(requests):
             rows = request["rows"]
             kept = [number for number, row in enumerate(rows) if comparable(row)]
@@ -106,8 +106,10 @@ class Table:
                 columns[name].append(np.array([row.get(name, 0) for row in some], kind))
             columns["place"].append(columns["slot"][-1] - PLACES(start))
             columns["cached"].append(np.full(len(some), conditions.cached_tokens(request), np.float32))
-            columns["distance"].append(columns["slot"][-1] - np.float32(request.get("cached_tokens") or np.nan))
-            columns["sent"].append(np.full(len(some), _known(request.get("started_s"))))
+            columns["distance"].append(
+                columns["slot"][-1].astype(np.float32) - np.float32(request.get("cached_tokens") or np.nan)
+            )
+            sent.append(_known(request.get("started_s")))
             columns["prompt"].append(np.full(len(some), start, PLACES))
             of_correct = {CORRECT: [row["replay"] for row in rows]}
             counts.add(of_correct | request.get("hypotheses", {}), kept)
@@ -116,8 +118,9 @@ class Table:
             times.append(_times(request))
         joined = {name: np.concatenate(columns.pop(name)) for name in list(columns) if columns[name]}
         joined["beside"] = _beside(times, joined["request"], joined["place"])
-        first = joined["sent"].min() if len(joined["sent"]) else np.nan
-        joined["sent"] = joined["sent"] - first
+        of_rounds = np.array(sent)[np.unique(joined["request"])]
+        first = of_rounds.min() if len(of_rounds) else np.nan
+        joined["sent"] = (np.array(sent) - first).astype(np.float32)[joined["request"]]
         return cls(
             **joined,
             counts=counts.joined(),
