@@ -61,7 +61,7 @@ def run(tmp_path_factory):
     with log.open("w") as sink:
         for stage, sign in (("generate", "generate/server.log"), ("train", "notebooks/05_train_drafter.ipynb")):
             process = start(sink)
-            wait_for(lambda sign=sign, process=process: (RUN / sign).exists() or process.poll() is not None, 400)
+            wait_for(lambda sign=sign, process=process: (RUN / sign).exists() or process.poll() is not None, 1200)
             time.sleep(5)
             process.kill()
             process.wait()
