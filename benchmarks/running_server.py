@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from eagle3_lib.drafter import checkpoint
+from eagle3_lib.engines import shims
 from eagle3_lib.engines.inside import broken
 from eagle3_lib.engines.vllm.server import DETAILED_METRICS
 from eagle3_lib.files import write_json
@@ -36,17 +36,6 @@ FLAGS = {"none": [], "detailed": [DETAILED_METRICS, "detailed"]}
 SERVERS = ("healthy", "broken", "wrong config")
 
 
-def wrong_config() -> Path:
-    """The drafter with the other value of norm_output."""
-    folder = WORK / "wrong"
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in project_path(DRAFTER).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    config = checkpoint.read_config(folder)
-    write_json(folder / "config.json", config | {"norm_output": not config.get("norm_output", False)})
-    return folder
-
-
 def diagnose(*words: str) -> tuple[int, float]:
     """Exit code of `eagle3 diagnose` and the seconds that it took."""
     began = time.monotonic()
@@ -57,13 +46,16 @@ def diagnose(*words: str) -> tuple[int, float]:
 
 def measure(server: str, flags: str) -> dict:
     """One row: what the diagnosis of one server says."""
-    drafter = wrong_config() if server == "wrong config" else project_path(DRAFTER)
+    target = targets.resolve(targets.SMOLLM2)
+    drafter = project_path(DRAFTER)
+    if server == "wrong config":
+        drafter = shims.shim(drafter, "norm_output flipped", WORK / "wrong", target)
     options = [*speculating(drafter), *FLAGS[flags]]
     if server == "broken":
         options += ["--worker-extension-cls", f"{broken.__name__}.cliff_after_step_0"]
     out = WORK / f"{server} {flags}".replace(" ", "_")
     out.mkdir(parents=True, exist_ok=True)
-    with started(targets.resolve(targets.SMOLLM2), out / "server.log", *options) as url:
+    with started(target, out / "server.log", *options) as url:
         words = ["--url", url, "--drafter", str(drafter), "--target", targets.SMOLLM2, "--out", str(out)]
         code, seconds = diagnose(*words, "--max-prompts", str(PROMPTS))
         metrics = out / "metrics.txt"

@@ -8,16 +8,13 @@ from ..targets import targets
 from .findings import Finding
 
 
-def served_ids(server: str | Access, model: str, conversations: list[list[dict]]) -> list[list[int]]:
+def served_ids(access: Access, model: str, conversations: list[list[dict]]) -> list[list[int]]:
     """Token ids to which a running vLLM renders conversations, with the generation prompt (its route /tokenize).
 
-    Args:
-        server: how it is reached; an address alone is a server without a key.
     Raises:
         Eagle3Error: the server has no such route, or refuses.
     """
     found = []
-    access = server if isinstance(server, Access) else Access(server)
     for messages in conversations:
         question = {"model": model, "messages": messages, "add_generation_prompt": True}
         try:

@@ -154,9 +154,7 @@ class _Check:
         """Token ids of the first few prompts."""
         tokenizer = targets.load_tokenizer(self.folder)
         asked = [conversation.first_prompt for conversation in self.todo[: served.CHECKED_PROMPTS]]
-        if tokenizer.chat_template is None:
-            return [tokenizer(text)["input_ids"] for text in asked]
-        return [targets.render(tokenizer, [{"role": "user", "content": text}]) for text in asked]
+        return [targets.prompt_ids(tokenizer, text, [{"role": "user", "content": text}]) for text in asked]
 
     @functools.cached_property
     def target(self) -> served.Target:

@@ -215,16 +215,10 @@ def _prompts(params: ServerParams, folder: Path, told: Told) -> _Prompts:
     most = (told.max_model_len or 2**31) - params.max_tokens - CONTEXT_LEFT
     conversations, skipped = prompts.read_counted(params.prompts)
 
-    def render(text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
-        if tokenizer.chat_template is None:  # a base model's
-            ids: list[int] = tokenizer(text)["input_ids"]
-            return ids
-        return targets.render(tokenizer, messages, tools)
-
     found: list[tuple[str, list[int]]] = []
     for conversation in conversations:
         messages = conversation.messages[: conversation.turns[0]]
-        ids = render(conversation.first_prompt, messages, conversation.tools)
+        ids = targets.prompt_ids(tokenizer, conversation.first_prompt, messages, conversation.tools)
         if len(ids) <= most:
             found.append((conversation.id, ids))
         if len(found) == params.max_prompts:
@@ -236,7 +230,7 @@ def _prompts(params: ServerParams, folder: Path, told: Told) -> _Prompts:
         )
 
     def of_user(text: str) -> list[int]:
-        return render(text, [{"role": "user", "content": text}], [])
+        return targets.prompt_ids(tokenizer, text, [{"role": "user", "content": text}])
 
     texts = [conversation.first_prompt for conversation in conversations]
     remarks = [prompts.skipped_words(params.prompts, skipped)] if skipped else []
@@ -288,21 +282,26 @@ class _Asker:
         Args:
             path: a journal of the first answers; a killed run goes on from it, unless the server was started anew since.
         """
-        journal = Journal(path, self._settings())
-        if journal.rows and self._started_anew(journal.rows[0]):
+        settings = self._settings()
+        journal = Journal(path, settings)
+        first = journal.rows[0] if journal.rows else None
+        if first and self._started_anew(first):
             print(f"{short_path(path)}: the server was started anew since; it is asked again from the beginning")
             journal.delete()
-            journal = Journal(path, self._settings())
-        if not journal.rows:
-            requests, traffic = self.ask()
-            row = {"requests": requests, "traffic": asdict(traffic), "ended_s": time.time()}
-            now = running.busy(self.server)
-            journal.rows.append(row | {"counted": asdict(now) if now else {}})
-            journal.add(journal.rows[0])
-        first = journal.rows[0]
+            journal, first = Journal(path, settings), None
+        if first is None:
+            first = self._first()
+            journal.add(first)
         asking.wait(first["ended_s"] + self.params.repeat_after_s)
         later, traffic_later = self._watched(lambda: self._in_turn(asking.again(self.asked.prompts)))
         return first["requests"] + later, Traffic(**first["traffic"]).and_later(traffic_later)
+
+    def _first(self) -> dict[str, Any]:
+        """The row of the first answers: with when they ended, and what the server had counted by then."""
+        requests, traffic = self.ask()
+        row = {"requests": requests, "traffic": asdict(traffic), "ended_s": time.time()}
+        now = running.busy(self.server)
+        return row | {"counted": asdict(now) if now else {}}
 
     def _settings(self) -> dict[str, Any]:
         """What must be the same for a killed run to go on."""

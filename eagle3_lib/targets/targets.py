@@ -123,6 +123,13 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> 
     return rendered["input_ids"]
 
 
+def prompt_ids(tokenizer, text: str, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
+    """Token ids of a prompt: ``messages`` by the chat template, or ``text`` alone where a base model has no template."""
+    if tokenizer.chat_template is None:
+        return tokenizer(text)["input_ids"]
+    return render(tokenizer, messages, tools)
+
+
 def greedy_text(model, tokenizer, question: str, max_new_tokens: int = 24) -> str:
     """The target's greedy answer to one question, without special tokens."""
     prompt = torch.tensor([render(tokenizer, [{"role": "user", "content": question}])], device=model.device)

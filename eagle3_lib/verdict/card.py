@@ -61,6 +61,7 @@ FLAGS = {  # that avoid a fault
     "nothing accepted": ("--enforce-eager", "--disable-cuda-graph"),
     "float8 features": ("--dtype bfloat16", "--dtype bfloat16"),
 }
+UNTIL_MENDED = "serve without prefix caching until the engine is mended, then measure and diagnose again:"
 ONE_AT_A_TIME = ("--max-num-seqs 1", "--max-running-requests 1")
 UNKNOWN_FLAGS = ("--enforce-eager --no-enable-prefix-caching", "--disable-cuda-graph --disable-radix-cache")
 
@@ -434,7 +435,7 @@ def _next(verdict: StoredVerdict, grade: str, asked: Asked) -> tuple[str, str]:
         return suspect["shim"], "write a copy of the drafter with that value, serve it, and diagnose again:"
     where = verdict["where"]
     if where and where["by"] in slices.OF_CACHE and (where["by"] != slices.CACHED or where["since"] is not None):
-        return asked.serve(*WITHOUT_CACHE), f"serve without prefix caching until the engine is mended, {again}:"
+        return asked.serve(*WITHOUT_CACHE), UNTIL_MENDED
     if kind == diagnose.FAULT:
         return _next_of_fault(verdict, asked)
     if kind == diagnose.WEAK:
@@ -477,10 +478,7 @@ def _next_of_fault(verdict: StoredVerdict, asked: Asked) -> tuple[str, str]:
     if fault in FLAGS:
         return asked.serve(*FLAGS[fault]), "serve without what is suspected, then measure and diagnose again:"
     if _untrusted(verdict) and fault.endswith(conditions.ONLY[conditions.WARM]):
-        return (
-            asked.serve(*WITHOUT_CACHE),
-            "serve without prefix caching until the engine is mended, then measure and diagnose again:",
-        )
+        return asked.serve(*WITHOUT_CACHE), UNTIL_MENDED
     if _untrusted(verdict) and fault.endswith(conditions.ONLY[conditions.TOGETHER]):
         return asked.serve(*ONE_AT_A_TIME), "serve one request at a time, then measure and diagnose again:"
     if _untrusted(verdict):

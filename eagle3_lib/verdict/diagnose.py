@@ -36,6 +36,7 @@ from ..results import (
 )
 from . import conditions, slices, suspects, wrong_tokens
 from .changes import HEALTHY as CORRECT
+from .emitted import UNTOLD
 from .evidence import FALSE_ALARM, LEAST_DEPARTING, NOISE, WRONG_TOKENS, Evidence, Table, agreement, surely_more
 from .faults import FAULTS
 from .rounds import NOT_TOLD
@@ -125,7 +126,7 @@ def judge(replay: Replay, break_even: float | None = None) -> Verdict:
     """
     check(replay)
     found = Evidence.of(replay)
-    case = _Case(replay["drafter"], found, found.as_dict(), replay.get("dtype", "bfloat16"), break_even)
+    case = _Case(replay["drafter"], found, found.as_dict(), replay.get("dtype", UNTOLD), break_even)
     verdict = _judge_tokens(case) or _judge_comparable(case) or _judge_rounds(case)
     verdict.warnings = warnings(found)
     return verdict

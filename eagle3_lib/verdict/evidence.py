@@ -29,9 +29,8 @@ PLACES = np.int32  # of requests, slots and rounds
 NOISE = {"float32": 0.001, "float16": 0.01, "bfloat16": 0.03}
 EPOCH_S = 1e9  # a start below it is no time since the epoch
 LEAST_DEPARTING = 3  # fewer departing rounds are never a finding: one event is no pattern
-WRONG_TOKENS = (
-    0.001  # share of wrong tokens from which on a warning is given: a healthy engine had none of 50,000 tokens
-)
+# Share of wrong tokens from which on a warning is given: a healthy engine had none of 50,000 tokens.
+WRONG_TOKENS = 0.001
 FALSE_ALARM = 0.01  # of one decision of a verdict, over all the hypotheses it looks at
 
 
@@ -41,12 +40,13 @@ class Table:
 
     request: index of its request. slot: of the text; place: of the answer, 0 at its first token, so -1 where a round starts
     at the prompt's last slot. round: its number in the request, counted from 0. beside: other requests that ran at the time,
-    nan where the run does not say. cached: prompt tokens of its request that came from the prefix cache, nan where not told;
-    prompt: tokens of its prompt. distance: slots from the end of the cached prefix, 0 at the first one after it, nan without a
-    hit or where its length is not told. sent: when its request was sent, in seconds after the run's first one, nan where not
-    told; began: when the first was sent, in seconds since the epoch, None where not told. engine, correct: accepted counts. drafted: drafts of the round. outside: a correct
+    nan where the run does not say. engine, correct: accepted counts. drafted: drafts of the round. outside: a correct
     engine stops there at a token outside the draft vocabulary. counts: accepted counts of each hypothesis, the correct engine
     among them; suspects: of each other config.json; since: of faults that begin inside the answers.
+
+    What all rounds of a request share is held once, [requests]: tokens of its prompt, those of them that came from the prefix
+    cache (see :func:`eagle3_lib.verdict.conditions.cached_tokens`), as the engine told them, nan without a hit, and when it was
+    sent, in seconds after the run's first one. began: when the first was sent, in seconds since the epoch, None where not told.
     """
 
     request: NDArray[Any]
@@ -54,18 +54,41 @@ class Table:
     place: NDArray[Any]
     round: NDArray[Any]
     beside: NDArray[Any]
-    cached: NDArray[Any]
-    prompt: NDArray[Any]
-    distance: NDArray[Any]
-    sent: NDArray[Any]
     engine: NDArray[Any]
     drafted: NDArray[Any]
     outside: NDArray[Any]
     counts: dict[str, NDArray[Any]]
     suspects: dict[str, NDArray[Any]]
     since: dict[str, NDArray[Any]]
-    requests: int
+    prompt_of: NDArray[Any]
+    cached_of: NDArray[Any]
+    hit_of: NDArray[Any]
+    sent_of: NDArray[Any]
     began: float | None = None
+
+    @property
+    def requests(self) -> int:
+        return len(self.prompt_of)
+
+    @property
+    def prompt(self) -> NDArray[Any]:
+        """Tokens of the prompt."""
+        return np.asarray(self.prompt_of[self.request])
+
+    @property
+    def cached(self) -> NDArray[Any]:
+        """Prompt tokens that came from the prefix cache; nan where not told."""
+        return np.asarray(self.cached_of[self.request])
+
+    @property
+    def distance(self) -> NDArray[Any]:
+        """Slots from the end of the cached prefix, 0 at the first one after it; nan without a hit or where its length is not told."""
+        return np.asarray(self.slot.astype(np.float32) - self.hit_of[self.request])
+
+    @property
+    def sent(self) -> NDArray[Any]:
+        """When the request was sent, in seconds after the run's first one; nan where not told."""
+        return np.asarray(self.sent_of[self.request])
 
     @property
     def correct(self) -> NDArray[Any]:
@@ -92,9 +115,13 @@ class Table:
         columns: dict[str, list[NDArray[Any]]] = {
             name: [] for name in ("request", "slot", "place", "round", "engine", "drafted")
         }
-        columns |= {"outside": [], "beside": [], "cached": [], "prompt": [], "distance": []}
+        columns |= {"outside": [], "beside": []}
         counts, suspects, since = _Named(), _Named(), _Named()
-        times, sent, index = [], [], -1
+        times: list[tuple[float, float, int] | None] = []
+        prompt_of: list[int] = []
+        cached_of: list[float] = []
+        hit_of: list[float] = []
+        sent_of: list[float] = []
         for index, request in enumerate(requests):
             rows = request["rows"]
             kept = [number for number, row in enumerate(rows) if comparable(row)]
@@ -105,12 +132,10 @@ class Table:
             for name, kind in (("slot", PLACES), ("engine", COUNTS), ("drafted", COUNTS), ("outside", bool)):
                 columns[name].append(np.array([row.get(name, 0) for row in some], kind))
             columns["place"].append(columns["slot"][-1] - PLACES(start))
-            columns["cached"].append(np.full(len(some), conditions.cached_tokens(request), np.float32))
-            columns["distance"].append(
-                columns["slot"][-1].astype(np.float32) - np.float32(request.get("cached_tokens") or np.nan)
-            )
-            sent.append(_known(request.get("started_s")))
-            columns["prompt"].append(np.full(len(some), start, PLACES))
+            prompt_of.append(start)
+            cached_of.append(conditions.cached_tokens(request))
+            hit_of.append(request.get("cached_tokens") or np.nan)
+            sent_of.append(_known(request.get("started_s")))
             of_correct = {CORRECT: [row["replay"] for row in rows]}
             counts.add(of_correct | request.get("hypotheses", {}), kept)
             suspects.add(request.get("suspects", {}), kept)
@@ -118,15 +143,18 @@ class Table:
             times.append(_times(request))
         joined = {name: np.concatenate(columns.pop(name)) for name in list(columns) if columns[name]}
         joined["beside"] = _beside(times, joined["request"], joined["place"])
-        of_rounds = np.array(sent)[np.unique(joined["request"])]
+        sent = np.array(sent_of)
+        of_rounds = sent[np.unique(joined["request"])]
         first = of_rounds.min() if len(of_rounds) else np.nan
-        joined["sent"] = (np.array(sent) - first).astype(np.float32)[joined["request"]]
         return cls(
             **joined,
             counts=counts.joined(),
             suspects=suspects.joined(),
             since=since.joined(),
-            requests=index + 1,
+            prompt_of=np.array(prompt_of, PLACES),
+            cached_of=np.array(cached_of, np.float32),
+            hit_of=np.array(hit_of, np.float32),
+            sent_of=(sent - first).astype(np.float32),
             began=float(first) if first > EPOCH_S else None,
         )
 

@@ -38,6 +38,7 @@ from . import diagnose, suspects, wrong_tokens
 from .acceptance import conditional, curve, request_counts, summary
 from .changes import HEALTHY as CORRECT
 from .diagnose import Verdict
+from .emitted import UNTOLD
 from .evidence import FALSE_ALARM, NOISE, Evidence, surely_more
 from .faults import FAULTS
 
@@ -241,7 +242,7 @@ def judge(replay: Replay, break_even: float | None = None) -> Verdict:
         Eagle3Error: no request, or requests without the rounds of the hypotheses.
     """
     found, grade, positions = Evidence.of(replay), replay.get("evidence", COUNTERS), replay["positions"]
-    drafter, dtype = replay["drafter"], replay.get("dtype", "bfloat16")
+    drafter, dtype = replay["drafter"], replay.get("dtype", UNTOLD)
     requests = list(replay["requests"])
     for request in requests:
         if not request.get("own_rounds"):

@@ -30,9 +30,8 @@ DISTANCE, SENT = "distance", "sent"
 ORDERS = (CACHED, DISTANCE, PROMPT, PLACE, ROUND, REQUEST, BESIDE, SENT)
 OF_CACHE = (CACHED, DISTANCE)  # orders whose slices go away without a prefix cache
 OF_STATE = (CACHED, DISTANCE, PROMPT, SENT)  # not shown where all rounds have the same value
-DEALS = (
-    1999  # random deals: with eight orders a slice is found where at most one of them is as unlike as the rounds are
-)
+# Random deals: with eight orders a slice is found where at most one of them is as unlike as the rounds are.
+DEALS = 1999
 LEVELS_AT_ONCE = 2**20  # of all deals that are held together
 LEAST_CLEAN = 30  # rounds that can tell on the side without departing rounds
 LEAST_SENT = 3  # requests on each side of a time: fewer are told as requests

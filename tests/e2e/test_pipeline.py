@@ -20,14 +20,13 @@ COMMAND = [sys.executable, "workflow/run.py", "tests/e2e/tiny.yaml"]
 
 
 def left_over():
-    """Processes of this run: its workflow, notebooks, kernels' servers; not those of tests that run beside it."""
-    beside = set(psutil.Process(os.getppid()).children(recursive=True)) - set(psutil.Process().children(recursive=True))
+    """Processes of this run: its workflow, notebooks, kernels' servers."""
     found = []
     for process in psutil.process_iter():
         try:
             words = " ".join(process.cmdline())
             ours = "test-tiny" in words or "tiny.yaml" in words or words.startswith("VLLM::")
-            if ours and "pytest" not in words and process not in beside:
+            if ours and "pytest" not in words and process.pid != os.getpid():
                 found.append(process)
         except psutil.Error:
             continue

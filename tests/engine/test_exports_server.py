@@ -3,6 +3,7 @@
 import pytest
 
 from eagle3_lib.compat import chat_template, gates
+from eagle3_lib.engines.access import Access
 from eagle3_lib.engines.vllm import server as vllm
 from eagle3_lib.errors import Eagle3Error
 from eagle3_lib.params import BenchmarkParams
@@ -24,9 +25,9 @@ def test_template_parity_with_the_server(tmp_path):
     folder = targets.resolve(targets.SMOLLM2)
     tokenizer = targets.load_tokenizer(folder)
     with vllm.serve(BenchmarkParams(max_model_len=256), folder, tmp_path / "log") as server:
-        served = chat_template.served_ids(server.url, server.model, CONVERSATIONS)
+        served = chat_template.served_ids(server.reached, server.model, CONVERSATIONS)
         with pytest.raises(Eagle3Error, match="/nothing/tokenize"):
-            chat_template.served_ids(f"{server.url}/nothing", server.model, CONVERSATIONS)
+            chat_template.served_ids(Access(f"{server.url}/nothing"), server.model, CONVERSATIONS)
     assert [f.severity for f in chat_template.template_parity(tokenizer, CONVERSATIONS, served)] == ["ok"]
     tokenizer.chat_template = tokenizer.chat_template.replace("<|im_start|>assistant", "<|im_start|> assistant")
     assert [f.severity for f in chat_template.template_parity(tokenizer, CONVERSATIONS, served)] == ["wrong"]

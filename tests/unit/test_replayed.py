@@ -119,6 +119,4 @@ def test_memory_does_not_grow_with_the_requests(tmp_path):
         tracemalloc.stop()
     for_each = (peaks[40] - peaks[5]) / 35
     assert peaks[40] + for_each * 10_000 < 4 * 2**30
-    assert (
-        for_each < 170_000
-    )  # bytes: counts of a request's rounds as lists, slots and the columns of eight orders as numbers
+    assert for_each < 150_000  # bytes: counts of a request's rounds as lists, slots as integers

@@ -193,7 +193,7 @@ def test_the_route_tokenize_is_asked_with_the_key(secrets):
         reached = Access(f"http://{place}/v1", KEY, {"X-Team": TOKEN})
         assert chat_template.served_ids(reached, "stub", conversation) == [[1, 2, 3]]
         with pytest.raises(Eagle3Error, match="/tokenize: found no token ids of a conversation: .*401"):
-            chat_template.served_ids(f"http://{place}", "stub", conversation)
+            chat_template.served_ids(Access(f"http://{place}"), "stub", conversation)
 
 
 @pytest.mark.slow
